@@ -23,6 +23,13 @@ def digest_of(sample: Sample) -> bytes:
     return hashlib.blake2b(sample.document, digest_size=16).digest()
 
 
+def is_held_out(sample: Sample, eval_fraction: float) -> bool:
+    """Of all conversations about one first image alike, so that what is held out is about images that training does not see."""
+    images = sample.images()
+    digest = hashlib.blake2b(images[0].encode(errors="surrogatepass"), digest_size=16).digest() if images else digest_of(sample)
+    return int.from_bytes(digest[:8], "big") < eval_fraction * 2**64
+
+
 class ImageSplit(ChatSplit):
     """The packed conversations of a split with their images."""
 
@@ -79,8 +86,7 @@ def write_samples(
             if any(images.errors[number] for _, number in own):
                 left_out += 1
                 continue
-            held_out = int.from_bytes(digest_of(sample)[:8], "big") < eval_fraction * 2**64
-            splits["eval" if held_out else "train"].add(ids[first:last], marks[first:last], own)
+            splits["eval" if is_held_out(sample, eval_fraction) else "train"].add(ids[first:last], marks[first:last], own)
     for split in splits.values():
         split.finish()
         split.write_references(images, maker)

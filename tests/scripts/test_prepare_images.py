@@ -424,6 +424,23 @@ class Bad(Preparation):
         self.assertFalse((kept / "chat_template.jinja").exists())
         self.assertEqual((kept / "tokenizer_config.json").read_bytes(), config.read_bytes())
 
+    def test_held_out_pictures_are_in_no_training_conversation(self):
+        questions = [sample(f"{number} {question}", f"{number}.png", f"<image>\n{question}?", f"{question} {number}.")
+                     for number in range(7) for question in ("What", "Where", "Why")]
+        text = [sample(f"t{number}", None, f"What is {number}?", f"It is {number}.") for number in range(9)]
+        self.prepare(self.write(questions + text), "--eval-fraction", "0.4", chat="vicuna_v1", sequence_length=512)
+        said = {}
+        for split in ("train", "eval"):
+            ids = np.fromfile(self.out / f"{split}-00000.npy", "<u2")
+            said[split] = bytes(ids[ids < 256].astype(np.uint8).tolist()).decode()
+        pictures = {split: set(re.findall(r"(?:What|Where|Why) (\d)\.", text)) for split, text in said.items()}
+        self.assertTrue(pictures["train"] and pictures["eval"], pictures)
+        self.assertEqual(pictures["train"] & pictures["eval"], set())
+        for split in said:
+            for picture in pictures[split]:
+                self.assertEqual(len(re.findall(rf"(?:What|Where|Why) {picture}\.", said[split])), 3)
+            self.assertIn("It is", said[split])
+
 
 class Stopped(Preparation):
     def files(self):
