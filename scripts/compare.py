@@ -53,8 +53,15 @@ class Run:
             fail(f"{path}: its steps do not grow; of files that were rotated join each once, the oldest first")
         self.name = name
         self.steps, self.tokens, self.hours, self.loss = (np.array(column, float) for column in zip(*points))
-        held_out = [record["loss"] for record in records if record.get("kind") == "eval" and record.get("loss") is not None]
-        self.held_out = held_out[-1] if held_out else None
+        held_out = [(record["loss"], record["step"]) for record in records
+                    if record.get("kind") == "eval" and record.get("loss") is not None]
+        self.held_out, self.held_out_step = held_out[-1] if held_out else (None, None)
+
+    def told_held_out(self):
+        if self.held_out is None:
+            return ""
+        # A run that was stopped may have none since its first steps.
+        return f"{self.held_out:.4f}" + (f" at {self.held_out_step:,}" if self.held_out_step < self.steps[-1] else "")
 
 
 def spacing(run):
@@ -167,7 +174,7 @@ def print_table(runs, compared, axis, share):
     for run, result in zip(runs, [None, *compared]):
         hours = "" if np.isnan(run.hours[-1]) else f"{run.hours[-1]:.3g}"
         row = [run.name, f"{run.steps[-1]:,.0f}", f"{run.tokens[-1]:,.0f}", hours, f"{last_mean(run.loss, share):.4f}",
-               "" if run.held_out is None else f"{run.held_out:.4f}"]
+               run.told_held_out()]
         if result is not None:
             limits = "{:+.4f} to {:+.4f}".format(*result["interval"]) if result["interval"] else "too few steps"
             row += [f"{result['nats']:+.4f}", limits, range_text(axis, result[axis])]

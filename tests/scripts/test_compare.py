@@ -263,6 +263,12 @@ class Compare(unittest.TestCase):
         self.assertEqual(cells[1], ["a", "2", "128", "0.00111", "2.0000", "2.1250"])
         self.assertEqual(cells[2], ["b", "3", "192", "0.00167", "2.0000", "+0.5000", "+0.5000 to +0.5000", "1 to 2"])
 
+    def test_a_held_out_loss_of_an_earlier_step_is_told(self):
+        stopped = self.make_run("stopped", [{"kind": "eval", "step": 0, "loss": 11.0}, *(train_record(step, 2.0) for step in (1, 2, 3))])
+        result = self.compare(stopped, self.run_of("b", [2.0, 2.0, 2.0]))
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.assertRegex(result.stdout.splitlines()[1], "^stopped .* 11.0000 at 0$")
+
     def test_the_picture(self):
         runs = [self.run_of("a", self.base), self.run_of("b", self.base + self.noise), self.run_of("c", self.base[:40])]
         for axis in compare.AXES:
