@@ -3,6 +3,8 @@
 An event file is a sequence of frames: length (uint64), its checksum, an Event in protobuf's encoding, its checksum. The
 checksum is CRC-32C, rotated and offset. Only the fields that scalars need are written (tensorboard/compat/proto/event.proto).
 """
+import errno
+import fcntl
 import os
 import struct
 import time
@@ -13,7 +15,7 @@ from .scalars import WallTime, scalars
 
 # By these ends of their names the files of earlier exports are known.
 PREFIX, SUFFIX = "events.out.tfevents.", ".parka"
-OWNER = "run.parka"  # says which run folder they are of
+OWNER = "run.parka"  # says which run folder they are of; who writes them has it locked
 
 
 def crc_table():
@@ -86,6 +88,13 @@ class EventFile:
             if owner != run:
                 fail(f"--tensorboard: {self.folder} is of the run {os.fsdecode(owner)}; give another --name or another DIR; if that run "
                      f"was moved to {os.fsdecode(run)}, remove {path}")
+        self.lock = open(path, "rb")
+        try:
+            fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            fail(f"--tensorboard: another follow.py writes {self.folder}; end that one, or give another --name or another DIR")
+        except OSError:
+            pass  # a file system without locks
 
     def begin(self):
         self.close()
@@ -106,6 +115,8 @@ class EventFile:
 
     def flush(self):
         self.file.flush()
+        if not self.is_draft and os.fstat(self.file.fileno()).st_nlink == 0:
+            raise OSError(errno.ENOENT, "the file was removed while it was written; start again", self.folder)
         if self.is_draft and not self.is_empty:
             earlier = [name for name in os.listdir(self.folder) if name.startswith(PREFIX) and name.endswith(SUFFIX)]
             # A new name each time: a TensorBoard that is running would read on in the old file.

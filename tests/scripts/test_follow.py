@@ -235,6 +235,26 @@ class TensorBoard(FollowTest):
             run.add(train_record(9, loss=0.25))
         self.assert_curve(self.curves()["train/loss"], {1: 4.0, 2: 2.0, 3: 4.0 / 3, 4: 1.0, 5: 0.5, 6: 0.5, 7: 0.5, 8: 0.5, 9: 0.25})
 
+    def test_two_that_write_one_file_are_refused(self):
+        run = self.make_run("a", [train_record(1)])
+        with self.following(run, "--tensorboard", self.out):
+            self.wait_for(lambda: len(self.files()) == 1)
+            self.assert_refused("--tensorboard: another follow.py writes .*/tensorboard/a; end that one, or give another --name or another "
+                                "DIR", run, "--once", "--tensorboard", self.out)
+            self.assert_followed(run, "--tensorboard", self.out, "--name", "b")
+            run.add(train_record(2))
+            self.wait_for(lambda: [event.step for event in events_that_grow(self.out / "a") if event.points] == [1, 2])
+        self.export(run)
+
+    def test_a_file_that_is_removed_while_it_is_written_is_told(self):
+        run = self.make_run("a", [train_record(1)])
+        with self.assertRaises(AssertionError) as ended, self.following(run, "--tensorboard", self.out) as process:
+            self.wait_for(lambda: len(self.files()) == 1)
+            shutil.rmtree(self.out)
+            run.add(train_record(2))
+            self.assertEqual(process.wait(60), 4)
+        self.assertIn("a: the file was removed while it was written; start again; nothing more is written", str(ended.exception))
+
     def test_a_run_whose_file_is_moved_away_before_it_is_resumed(self):
         run = self.make_run("a", [start_record(), *map(train_record, range(1, 21))])
 
