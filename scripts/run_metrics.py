@@ -86,14 +86,22 @@ class RunClock:
     """Hours that the run's processes had run, all starts together, when a record was written. Wants all records, in order."""
 
     def __init__(self):
-        self.earlier = self.steps = 0.0
+        self.earlier = self.steps = self.so_far = 0.0
+        self.start = None
 
     def hours(self, record):
         if record.get("kind") == "start":
-            self.earlier = record.get("earlier_seconds") or 0.0
+            earlier = record.get("earlier_seconds") or 0.0
+            # A run whose file was moved away before it was resumed knows of no time before. One whose file is moved while it
+            # runs writes its start again.
+            is_again = record.get("time") == self.start
+            self.earlier = earlier if is_again else max(earlier, self.so_far)
+            self.start = record.get("time")
         self.steps += record.get("seconds") or 0.0
         # Records of older versions only say how long their step took.
-        return (self.earlier + record["wall_seconds"] if "wall_seconds" in record else self.steps) / 3600
+        seconds = self.earlier + record["wall_seconds"] if "wall_seconds" in record else self.steps
+        self.so_far = max(self.so_far, seconds)
+        return seconds / 3600
 
 
 def centred_mean(values, width):

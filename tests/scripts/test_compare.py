@@ -209,6 +209,21 @@ class Compare(unittest.TestCase):
         self.assertAlmostEqual(found["nats"], 0.5)
         self.assertAlmostEqual(found["hours"][1], 1.5)
 
+    def test_hours_of_a_file_that_was_moved_away_go_on(self):
+        """A start after that knows only of the file that is there, and a file that is moved during a start begins with it again."""
+        def start(step, time, earlier):
+            return {"kind": "start", "step": step, "time": time, "earlier_seconds": earlier, "wall_seconds": 0.0}
+
+        def steps(first, behind, wall=36.0):
+            return [train_record(step, 4.0, wall_seconds=wall * (step - first + 1)) for step in range(first, behind)]
+
+        moved = [start(0, "a", 0.0), *steps(1, 51), start(50, "b", 0.0), *steps(51, 101), start(100, "c", 50 * 36.0), *steps(101, 151)]
+        again = [start(0, "a", 0.0), *steps(1, 151)[:50], start(0, "a", 0.0), *steps(1, 151)[50:]]
+        for name, records in (("moved", moved), ("again", again)):
+            with self.subTest(name):
+                run = compare.Run(name, str(self.make_run(name, records)))
+                np.testing.assert_allclose(run.hours, run.steps * 36 / 3600)
+
     def thinned(self, run):
         thin = self.folder / f"{run.name}.thin"
         thin.mkdir()
