@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 from pathlib import Path
+from typing import Iterator
 
 import numpy as np
 
@@ -142,16 +144,29 @@ class JsonTokenizer:
             raise InputError(f"{self.path}: has no token {name}; give {option} another name")
         return token
 
+    @contextlib.contextmanager
+    def _told_failures(self) -> Iterator[None]:
+        """A tokenizer without a token for what is unknown to it cannot encode every text."""
+        try:
+            yield
+        except Exception as error:  # the library has no class of its own for them
+            raise InputError(
+                f"{self.path}: cannot tokenize a text ({one_line(error)}); give a tokenizer with an unknown token or with bytes"
+            )
+
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
         """Ids of each text, each tokenized as a whole, without bos and eos."""
         decoded = [text.decode("utf-8") for text in texts]
-        encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
+        with self._told_failures():
+            encodings = self._tokenizer.encode_batch_fast(decoded, add_special_tokens=False)
         return [np.array(encoding.ids, np.uint32) for encoding in encodings]
 
     def encode_marked(self, texts: list[str], spans: list[list[Span]]) -> list[tuple[np.ndarray, np.ndarray]]:
         """Ids of each text, and for each id whether a part of it belongs to a span."""
+        with self._told_failures():
+            encodings = self._tokenizer.encode_batch(texts, add_special_tokens=False)
         result = []
-        for encoding, marked in zip(self._tokenizer.encode_batch(texts, add_special_tokens=False), spans):
+        for encoding, marked in zip(encodings, spans):
             offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)
             mask = np.zeros(len(offsets), bool)
             for first, last in marked:

@@ -386,6 +386,13 @@ class PrepareDataTest(Preparation):
         self.assertEqual(info["tokenizer_sha256"], hashlib.sha256(path.read_bytes()).hexdigest())
 
     @unittest.skipIf(tokenizers is None, "tokenizers is missing")
+    def test_a_text_that_a_tokenizer_cannot_encode_is_told(self):
+        path = self.word_tokenizer(["a", "</s>"])
+        code, error = self.call_in_this_process(self.write("a.txt", "a zebra"), "--tokenizer", path)
+        self.assertEqual(code, 2, error)
+        self.assertRegex(error, rf"error: {path}: cannot tokenize a text \([^\n]*\); give a tokenizer with an unknown token or with bytes\n\Z")
+
+    @unittest.skipIf(tokenizers is None, "tokenizers is missing")
     def test_the_tokenizer_is_kept_with_the_data(self):
         path = self.word_tokenizer(["[UNK]", "a", "</s>"]).rename(self.folder / "words.json")
         (self.folder / "chat_template.jinja").write_text("{{ messages }}")
