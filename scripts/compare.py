@@ -27,7 +27,7 @@ from python_packages import require
 require("numpy")
 import numpy as np  # noqa: E402
 
-from run_metrics import RunClock, centred_mean, fail, metrics_path, named_runs, read_records, save_picture, smooth_curve  # noqa: E402
+from run_metrics import RunClock, centred_mean, fail, metrics_path, named_runs, read_records, save_picture, smooth_curve, warn  # noqa: E402
 
 REPLICATES = 1000
 BAND_POINTS = 100  # of the picture, for each run
@@ -39,16 +39,25 @@ def is_timed(record):
     return "wall_seconds" in record or "seconds" in record
 
 
+def known_loss(record):
+    """A mean of scripts/thin_metrics.py that lacks steps is of none that another run could be compared at."""
+    return None if "finite_steps" in record else record.get("loss")
+
+
 class Run:
     def __init__(self, name, run):
         path = metrics_path(run)
         records = read_records(path)
         clock = RunClock()
-        points = [(record["step"], record.get("tokens", 0), hours if is_timed(record) else np.nan, record["loss"])
-                  for record, hours in zip(records, map(clock.hours, records))
-                  if record.get("kind") == "train" and record.get("loss") is not None]
+        train = [(record["step"], record.get("tokens", 0), hours if is_timed(record) else np.nan, known_loss(record))
+                 for record, hours in zip(records, map(clock.hours, records)) if record.get("kind") == "train"]
+        points = [point for point in train if point[3] is not None]
         if not points:
             fail(f"{path}: holds no training steps")
+        if len(points) < len(train):
+            warn(f"{path}: {len(train) - len(points):,} of {len(train):,} losses are not finite, or means of fewer steps for that, and are "
+                 "left out")
+        self.end = train[-1][:3]  # step, tokens, hours
         if any(after[0] <= before[0] for before, after in zip(points, points[1:])):
             fail(f"{path}: its steps do not grow; of files that were rotated join each once, the oldest first")
         self.name = name
@@ -61,7 +70,7 @@ class Run:
         if self.held_out is None:
             return ""
         # A run that was stopped may have none since its first steps.
-        return f"{self.held_out:.4f}" + (f" at {self.held_out_step:,}" if self.held_out_step < self.steps[-1] else "")
+        return f"{self.held_out:.4f}" + (f" at {self.held_out_step:,}" if self.held_out_step < self.end[0] else "")
 
 
 def spacing(run):
@@ -172,8 +181,9 @@ def print_table(runs, compared, axis, share):
     rows = [["run", "steps", "tokens", "hours", f"loss, last {100 * share:g} %", "held out", "difference", "95 % interval",
              f"over {axis}"]]
     for run, result in zip(runs, [None, *compared]):
-        hours = "" if np.isnan(run.hours[-1]) else f"{run.hours[-1]:.3g}"
-        row = [run.name, f"{run.steps[-1]:,.0f}", f"{run.tokens[-1]:,.0f}", hours, f"{last_mean(run.loss, share):.4f}",
+        step, tokens, run_hours = run.end
+        hours = "" if np.isnan(run_hours) else f"{run_hours:.3g}"
+        row = [run.name, f"{step:,.0f}", f"{tokens:,.0f}", hours, f"{last_mean(run.loss, share):.4f}",
                run.told_held_out()]
         if result is not None:
             limits = "{:+.4f} to {:+.4f}".format(*result["interval"]) if result["interval"] else "too few steps"

@@ -64,10 +64,10 @@ def read_runs(arguments):
 
 def check_pairs(base, runs):
     """Every run has a base run of its seed, and all are as long."""
-    steps, tokens = next(iter((run.steps[-1], run.tokens[-1]) for run in base.values()))
+    steps, tokens = next(iter(run.end[:2] for run in base.values()))
     for run in [run for of_recipe in (base, *runs.values()) for run in of_recipe.values()]:
-        if (run.steps[-1], run.tokens[-1]) != (steps, tokens):
-            fail(f"{run.name}: ends at step {run.steps[-1]:,.0f} with {run.tokens[-1]:,.0f} tokens, others at {steps:,.0f} with "
+        if run.end[:2] != (steps, tokens):
+            fail(f"{run.name}: ends at step {run.end[0]:,.0f} with {run.end[1]:,.0f} tokens, others at {steps:,.0f} with "
                  f"{tokens:,.0f}; train all to the same end")
     for of_recipe in runs.values():
         for seed, run in of_recipe.items():

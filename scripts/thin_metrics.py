@@ -4,8 +4,9 @@
     thin_metrics.py RUN --out FILE [--every STEPS]
 
 RUN is a run folder or its metrics.jsonl. FILE is a metrics.jsonl that the scripts read as they read the run's own. Each --every
-steps (default 16, counted from the run's first) become one record: means of loss and gradient norm, the median of the tokens per
-second, and step, tokens, learning rate and time since the start of the last of them. Fewer steps at the end are one record, too.
+steps (default 16, counted from the run's first) become one record: means of loss and gradient norm, with the number of finite_steps
+where some losses are not finite, the median of the tokens per second, and step, tokens, learning rate and time since the start of
+the last of them. Fewer steps at the end are one record, too.
 Of the start records versions, device, ranks and the time of earlier starts are kept, of others (evaluations, warnings) everything.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
@@ -33,6 +34,8 @@ def mean_record(records):
         values = [record[key] for record in records if record.get(key) is not None]
         if values:
             mean[key] = float(f"{np.mean(values):.7g}")
+        if key == "loss" and len(values) < len(records):
+            mean["finite_steps"] = len(values)
     speeds = [record["tokens_per_second"] for record in records if record.get("tokens_per_second")]
     if speeds:
         mean["tokens_per_second"] = round(median(speeds))

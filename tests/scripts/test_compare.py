@@ -162,11 +162,13 @@ class Compare(unittest.TestCase):
         records = [train_record(step, 2.5 if step != 199 else None) for step in range(101, 201)]
         b = self.make_run("b", records)
         a, c = self.run_of("a", np.full(600, 2.0)), self.run_of("c", np.full(20, 2.0))
-        (found,) = self.compared(a, b, "--last", "1")
+        result = self.compare(a, b, "--last", "1", "--json")
+        found = json.loads(result.stdout)
         self.assertEqual((found["steps"], found["nats"]), ([101, 200], 0.5))
+        self.assertIn("1 of 100 losses are not finite", result.stderr)
         result = self.compare(c, b)
         self.assertEqual(result.returncode, 2)
-        self.assertRegex(result.stderr, "^compare.py: error: b and c have no two points in common on the axis of steps.*\n$")
+        self.assertRegex(result.stderr, "\ncompare.py: error: b and c have no two points in common on the axis of steps.*\n$")
 
     def test_tokens_compare_runs_of_other_batches(self):
         def curve(tokens):
@@ -229,6 +231,18 @@ class Compare(unittest.TestCase):
         thin.mkdir()
         subprocess.run([sys.executable, SCRIPTS / "thin_metrics.py", run, "--out", thin / "metrics.jsonl"], check=True)
         return thin
+
+    def test_steps_without_a_finite_loss_make_no_difference(self):
+        losses = 5 - np.arange(1, 161) / 100
+        base = self.make_run("base", [train_record(step, loss) for step, loss in enumerate(losses, 1)])
+        skips = self.make_run("skips", [train_record(step, None if step in (100, 160) else loss) for step, loss in enumerate(losses, 1)])
+        for a, b, left_out in ((base, skips, "2 of 160"), (self.thinned(base), self.thinned(skips), "2 of 10")):
+            with self.subTest(left_out):
+                result = self.compare(a, b, "--last", "1")
+                self.assertEqual(result.returncode, 0, result.stderr)
+                self.assertRegex(result.stderr, rf"^compare.py: warning: .*: {left_out} losses are not finite, or means of fewer steps for that, and are left out\n$")
+                row = result.stdout.splitlines()[2].split()
+                self.assertEqual((row[1:3], row[5]), (["160", "10,240"], "+0.0000"))
 
     def test_means_of_steps_end_at_the_hours_of_their_last_step(self):
         def records(with_clock):
