@@ -57,6 +57,18 @@ class Images(ImageRuns):
                 losses = [record["loss"] for record in metrics(self.path(name), "eval")]
                 self.assertLess(losses[-1], losses[0])
 
+    def test_data_of_another_geometry_are_warned_of(self):
+        described = self.path("data/data.json")
+        with open(described, encoding="utf-8") as file:
+            info = json.load(file)
+        self.assertNotIn("pictures of", self.run_to_the_end(self.config("as-the-model", steps=2)))
+        info["images"].update(geometry="pad", mean=[0.5, 0.5, 0.5])
+        with open(described, "w", encoding="utf-8") as file:
+            json.dump(info, file)
+        said = self.run_to_the_end(self.config("other", steps=2), ranks=2)
+        self.assertEqual(said.count("made with --geometry pad, and the model's processor says crop; give --geometry pad to parka generate"), 1, said)
+        self.assertEqual(said.count("made for pixels of mean [0.5,0.5,0.5], and model.vision.pixel_mean is [0.48"), 1, said)
+
     def test_evaluation_sees_the_images(self):
         config = self.config()
         self.run_to_the_end(config)

@@ -22,6 +22,7 @@
 #include "engine/huggingface/huggingface_origin.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/step/attention_watch.h"
+#include "engine/text/image_geometry.h"
 #include "engine/text/tokenizer_files.h"
 #include "engine/training/deferred_error.h"
 #include "engine/training/metrics_log.h"
@@ -111,6 +112,7 @@ class TrainCommand {
     if (is_first() && (!is_done || evaluation_is_missing_)) {  // else nothing changes, and a loop may ask again
       write_run_config(config_.checkpoint.folder, resolved_text(config_), config_file(options_.config_path));
       keep_tokenizer(config_);
+      warn_of_image_geometry(config_);
       keep_origin(config_.checkpoint.folder, config_.checkpoint.init_from);
       records_.open(metrics_path(), MetricsHooks{[this] { lock_.require_ours(); }, warn});
       records_.write_start(run_.completed_steps(), start_facts());

@@ -99,10 +99,15 @@ std::string described_tokenizer(const nlohmann::json& description) {
   return checksum.empty() && text("tokenizer") == "bytes" ? "bytes" : checksum;
 }
 
-std::string tokenizer_of(const std::string& file) {
+nlohmann::json description_of(const std::string& file) {
   const fs::path path = file;
-  const nlohmann::json info = read_description(path.parent_path() / "data.json");
-  return info.is_null() || !describes(info, path.filename().string()) ? "" : described_tokenizer(info);
+  nlohmann::json info = read_description(path.parent_path() / "data.json");
+  return info.is_null() || !describes(info, path.filename().string()) ? nullptr : info;
+}
+
+std::string tokenizer_of(const std::string& file) {
+  const nlohmann::json info = description_of(file);
+  return info.is_null() ? "" : described_tokenizer(info);
 }
 
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config) {

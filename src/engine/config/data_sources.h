@@ -28,7 +28,10 @@ void check_token_type(const std::vector<std::string>& sources, TokenType type);
 // The tokenizer that made ids, as a data.json or the header of a request file says: the SHA-256 of its file, or
 // "bytes". Empty where it does not say.
 std::string described_tokenizer(const nlohmann::json& description);
-// Likewise of a token file, as the data.json beside it says.
+// The data.json beside a token file, of scripts/prepare_data.py or prepare_images.py; null where there is none that
+// describes the file.
+nlohmann::json description_of(const std::string& file);
+// The tokenizer of a token file, as its data.json says.
 std::string tokenizer_of(const std::string& file);
 
 // Throws Error(kBadInput) for data that cannot be used, or has more images than there is room for.
