@@ -155,11 +155,7 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     splits = {split: ImageSplit(partial.staging, split, options, maker) for split in ("train", "eval")}
     left_out["samples_with_bad_images"] = write_samples(samples, numbers, images, splits, maker, options.eval_fraction)
     left_out["samples_without_targets"] = sum(split.without_targets for split in splits.values())
-    try:
-        check_splits(splits, options, left_out, bad)
-    except InputError:
-        partial.keep_for_a_change()
-        raise
+    check_splits(splits, options, left_out, bad)
     files = images.move_to(partial.staging)
     info = summary(options, maker, splits, images, files) | {"left_out": dict(left_out), "bad": bad}
     if options.tokenizer != "bytes":

@@ -32,7 +32,6 @@ class Partial:
         # Hidden, so that a search of the inputs passes it by.
         self.path = out.with_name(f".{out.name}.partial")
         self.staging = self.path / "output"
-        self._continues = "the same command continues"
 
     def __enter__(self) -> Partial:
         try:
@@ -49,23 +48,21 @@ class Partial:
         self.staging.mkdir()
         return self
 
-    def __exit__(self, *_) -> None:
-        """Keeps finished parts for the next run, unless the output is in its place."""
+    def __exit__(self, error: type[BaseException] | None, *_) -> None:
+        """Keeps finished parts for the next run, unless the output is in its place. They took long, and are used once what is wrong
+        with options or inputs is changed, too; before, the same command would fail again."""
         if not self.staging.exists() or not any(self.path.glob("*.npz")):
             shutil.rmtree(self.path, ignore_errors=True)
         else:
-            self._print_line(f"finished files are kept in {self.path}: {self._continues}")
+            is_wrong = error is not None and issubclass(error, InputError)
+            continues = "the command continues once what the error says is changed" if is_wrong else "the same command continues"
+            self._print_line(f"finished files are kept in {self.path}: {continues}")
         self._lock.close()
 
     def forget(self) -> None:
         """Removes the finished parts, because the same command would fail again."""
         for part in self.path.glob("*.npz"):
             part.unlink()
-
-    def keep_for_a_change(self) -> None:
-        """Finished parts stay, though the same command would fail again: they took long, and are used once options or samples
-        are changed."""
-        self._continues = "the command continues once what the error says is changed"
 
     def describe(self, info: dict) -> None:
         """Writes data.json, the last file of the output."""

@@ -349,7 +349,7 @@ class Workers(Files):
         self.out = self.folder / "out"
         result = self.call(corpus, *self.options)
         self.assertEqual(result.returncode, 2)
-        self.assertIn("out.partial: the same command continues", result.stderr)
+        self.assertIn("out.partial: the command continues once what the error says is changed\n", result.stderr)
         self.assertEqual(len(list(self.folder.glob(".out.partial/*.npz"))), 2)
         bad.write_bytes(jsonl(["repaired"]))
         result = self.call(corpus, *self.options)  # the last part holds another file now
