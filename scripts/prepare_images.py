@@ -293,7 +293,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--max-images", type=int, default=math.inf, metavar="N", help="of a sequence, and of a sample (default: any number)")
     add("--skip-bad", action="store_true", help="leave out and count samples and images that cannot be used")
     add("--workers", type=int, default=1, metavar="N", help="processes (default: 1)")
-    add("--eval-fraction", type=float, default=0.0, metavar="F", help="hold out this fraction of the samples")
+    add("--eval-fraction", type=float, default=0.0, metavar="F", help="hold out this fraction of the samples, by their first image")
     add("--tokens-per-file", type=int, default=512 * 2**20, metavar="N", help="start another file after N tokens")
     options = parser.parse_args(arguments)
     tower = TOWERS[options.tower]
