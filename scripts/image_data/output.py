@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 
 from text_data.packing import ChatSplit
-from text_data.parts import make_parts, token_array
+from text_data.parts import is_held_out, make_parts, token_array
 from text_data.token_writer import TokenWriter
 
 from .conversations import Sample
@@ -23,11 +23,11 @@ def digest_of(sample: Sample) -> bytes:
     return hashlib.blake2b(sample.document, digest_size=16).digest()
 
 
-def is_held_out(sample: Sample, eval_fraction: float) -> bool:
+def split_of(sample: Sample, eval_fraction: float) -> str:
     """Of all conversations about one first image alike, so that what is held out is about images that training does not see."""
     images = sample.images()
-    digest = hashlib.blake2b(images[0].encode(errors="surrogatepass"), digest_size=16).digest() if images else digest_of(sample)
-    return int.from_bytes(digest[:8], "big") < eval_fraction * 2**64
+    decides = images[0].encode(errors="surrogatepass") if images else sample.document
+    return "eval" if is_held_out(hashlib.blake2b(decides, digest_size=16).digest(), eval_fraction) else "train"
 
 
 class ImageSplit(ChatSplit):
@@ -86,7 +86,7 @@ def write_samples(
             if any(images.errors[number] for _, number in own):
                 left_out += 1
                 continue
-            splits["eval" if is_held_out(sample, eval_fraction) else "train"].add(ids[first:last], marks[first:last], own)
+            splits[split_of(sample, eval_fraction)].add(ids[first:last], marks[first:last], own)
     for split in splits.values():
         split.finish()
         split.write_references(images, maker)
