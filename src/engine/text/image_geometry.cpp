@@ -33,13 +33,13 @@ bool differ(const json& of_data, const std::vector<double>& of_model) {
   return false;
 }
 
-}  // namespace
-
-std::string image_geometry(const std::string& folder, TowerKind kind) {
-  constexpr int64_t kMaxBytes = int64_t{1} << 20;
+// "crop", "pad" or "stretch": that of preprocessor_config.json or processor_config.json in the folder, as
+// scripts/image_helper.py reads them, or else with which towers of that kind are trained.
+std::string image_geometry(const fs::path& folder, TowerKind kind) {
+  constexpr int64_t kMaxBytes = int64_t{1} << 30;
   for (const char* name : {"preprocessor_config.json", "processor_config.json"}) {
-    const std::string path = (fs::path(folder) / name).string();
-    if (folder.empty() || !file_exists(path)) continue;
+    const std::string path = (folder / name).string();
+    if (!file_exists(path)) continue;
     json processor = json::parse(read_text(path, kMaxBytes), nullptr, /*allow_exceptions=*/false);
     if (const json nested = member(processor, "image_processor"); nested.is_object()) processor = nested;
     const json size = member(processor, "size");
@@ -51,11 +51,12 @@ std::string image_geometry(const std::string& folder, TowerKind kind) {
   return kind == TowerKind::kSiglip ? "stretch" : "crop";
 }
 
+}  // namespace
+
 void warn_of_image_geometry(const Config& config) {
   if (!config.model.vision.exists()) return;
   const TowerConfig& tower = config.model.vision.tower;
-  const std::string own =
-      image_geometry((fs::path(config.checkpoint.folder) / kTokenizerFolder).string(), tower.kind);
+  const std::string own = image_geometry(fs::path(config.checkpoint.folder) / kTokenizerFolder, tower.kind);
   for (const std::string& source : config.data.train) {
     const std::string file = expand_source(source).front();
     const json images = member(description_of(file), "images");
