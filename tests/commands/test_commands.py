@@ -110,8 +110,8 @@ class Plan(unittest.TestCase):
             os.makedirs(os.path.join(f"{other}.tmp", "of_someone"))
             with open(config, encoding="utf-8") as file:
                 before = file.read()
-            for read_from, written, message in ((config, config, "is the config that is read"), (folder, config, "is the config that is read"),
-                                                (config, f"{folder}/../{os.path.basename(folder)}/config.json", "is the config that is read"),
+            for read_from, written, message in ((config, config, "this command reads it"), (folder, config, "this command reads it"),
+                                                (config, f"{folder}/../{os.path.basename(folder)}/config.json", "this command reads it"),
                                                 (config, other, "other.json.tmp: exists already")):
                 for fit in ([], ["--fit"]):
                     with self.subTest(read_from=read_from, written=written, fit=fit):
