@@ -10,7 +10,6 @@
 #include "engine/files/file_io.h"
 
 namespace parka {
-
 namespace {
 
 // Ids of two tokenizers mean different texts, and a model of both learns and is scored on neither; where

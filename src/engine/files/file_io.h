@@ -127,9 +127,8 @@ void replace_file(const std::string& path, std::string_view content);
 // A device, a pipe and what this process prints to are written into.
 void write_output(const std::string& path, std::string_view content);
 // Throws if write_output() would, or would remove something for its draft, whose name is `path` with .tmp added.
-// It also throws where the file is one of `inputs`, which the
-// command reads and the result would replace. Call it before the work whose result the file is for. An empty path
-// means no file and is fine.
+// It also throws where the file is one of `inputs`, which the command reads and the result would replace. Call it
+// before the work whose result the file is for. An empty path means no file and is fine.
 void check_output(const std::string& path, const std::vector<std::string>& inputs = {});
 
 // Throws Error with "cannot <action> <path>: <reason of errno value>; <advice>".

@@ -37,7 +37,8 @@ TowerConfig parse_tower_config(const nlohmann::json& config, const std::string& 
 void set_usual_statistics(TowerConfig& tower);
 
 // Sets mean and deviation of pixels where preprocessor_config.json or processor_config.json in the model's folder
-// says them. Throws Error(kBadInput) for pixels that are scaled otherwise than by 1 / 255.
+// says them. Throws Error(kBadInput) for pixels that are scaled otherwise than by 1 / 255, and for pictures that
+// become squares of another size than tower.image_size, or by another filter than a bicubic one.
 void read_pixel_statistics(const std::string& folder, TowerConfig& tower);
 
 }  // namespace parka
