@@ -3,8 +3,9 @@
 # order, on tokens of a BPE tokenizer that is trained on the text, so that losses are per token.
 #   scripts/reproduce/equal_loss.sh OUT TEXT_FOLDER [RUN...]
 # The text is all source code and documentation in the folder. A RUN is a recipe, or NAME=RECIPE,KEY=VALUE,... with config keys; by
-# default coat, and parka as scripts/reproduce/one_gpu.sh measures it. One more run of bf16 with the first seed has half of
-# the steps: it shows how the loss falls with more tokens (scripts/equal_loss.py has the formulas). From the environment:
+# default coat, and parka as scripts/reproduce/one_gpu.sh measures it. How far another rounding alone moves a run shows bf16 with
+# other micro-batches: bf16_again=bf16,training.micro_batch_size=64. One more run of bf16 with the first seed has half of the steps:
+# it shows how the loss falls with more tokens (scripts/equal_loss.py has the formulas). From the environment:
 #   CONFIG    the model (default configs/olmo-150m.json); NAME its name in figures (default that of the file)
 #   TOKENS    trained on in each run (default 300 million); SEEDS (default "1 2 3")
 #   BATCH     sequences of a step (default 64); LENGTH of a sequence (default 2048); VOCABULARY at most (default 32768)
