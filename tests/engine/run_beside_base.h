@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "core/philox.h"
+#include "engine/evaluation/evaluation.h"
+#include "engine/evaluation/inference_run.h"
 #include "engine/training/training_run.h"
 #include "tests/engine/step_config.h"
 #include "tests/support/alone.h"
@@ -57,6 +59,19 @@ inline TensorBytes bytes_of(const TrainingRun& run) {
 inline LoadedCheckpoint save(TrainingRun& run, const std::string& folder) {
   save_checkpoint(folder, run.snapshot(), {});
   return load_checkpoint(list_checkpoints(folder).back().path);
+}
+
+// Another run goes on from the run's newest checkpoint to the same bits, and the checkpoint is evaluated as it is.
+inline void check_goes_on(TrainingRun& run, const LoadedCheckpoint& checkpoint, const Config& config) {
+  const auto device = make_cpu_device();
+  TrainingRun restored(config, *device, alone());
+  restored.restore(checkpoint);
+  CHECK((bytes_of(restored) == bytes_of(run)));
+  InferenceRun inference(*device, open_checkpoint(checkpoint.path()), config);
+  CHECK(evaluate_loss(*device, inference.model(), restored.data(), 1, 8, alone(), {}).loss ==
+        evaluate_loss(*device, restored.model(), restored.data(), 1, 8, alone(), {}).loss);
+  for (int i = 0; i < 2; ++i) CHECK(run.step()->loss == restored.step()->loss);
+  CHECK((bytes_of(restored) == bytes_of(run)));
 }
 
 // A run of a step, saved: what runs beside it start from.

@@ -2,7 +2,6 @@
 #include <map>
 
 #include "engine/checkpoint/checkpoint_weights.h"
-#include "engine/evaluation/inference_run.h"
 #include "engine/step/declared_run.h"
 #include "engine/training/training_run.h"
 #include "model/coded_weights.h"
@@ -121,17 +120,7 @@ TEST_CASE("a checkpoint of a run beside codes holds adapters alone, and goes on 
     for (const SafetensorsEntry& tensor : checkpoint.tensors()) {
       CHECK(tensor.name.find("lora_") != std::string::npos);
     }
-    TrainingRun restored(config, *device, alone());
-    restored.restore(checkpoint);
-    CHECK((bytes_of(restored) == bytes_of(run)));
-    for (int i = 0; i < 2; ++i) CHECK(run.step()->loss == restored.step()->loss);
-    CHECK((bytes_of(restored) == bytes_of(run)));
-
-    TrainingRun again(config, *device, alone());
-    again.restore(checkpoint);
-    InferenceRun inference(*device, open_checkpoint(checkpoint.path()), config);
-    CHECK(evaluate_loss(*device, inference.model(), again.data(), 1, 8, alone(), {}).loss ==
-          evaluate_loss(*device, again.model(), again.data(), 1, 8, alone(), {}).loss);
+    check_goes_on(run, checkpoint, config);
     Config other = config;
     other.finetune.base = BaseFormat::kCompute;
     TrainingRun uncoded(other, *device, alone());

@@ -2,8 +2,6 @@
 #include <map>
 
 #include "engine/checkpoint/checkpoint_base.h"
-#include "engine/evaluation/evaluation.h"
-#include "engine/evaluation/inference_run.h"
 #include "engine/step/declared_run.h"
 #include "engine/training/speed.h"
 #include "engine/training/training_run.h"
@@ -123,18 +121,10 @@ TEST_CASE("a checkpoint of a side network holds it alone, and goes on beside its
     run.step();
     const LoadedCheckpoint checkpoint = save(run, config.checkpoint.folder);
     for (const SafetensorsEntry& tensor : checkpoint.tensors()) CHECK(is_of_side_name(tensor.name));
-    TrainingRun restored(config, *device, alone());
-    restored.restore(checkpoint);
-    CHECK((bytes_of(restored) == bytes_of(run)));
-    for (int i = 0; i < 2; ++i) CHECK(run.step()->loss == restored.step()->loss);
-    CHECK((bytes_of(restored) == bytes_of(run)));
+    check_goes_on(run, checkpoint, config);
 
-    // Evaluation, of the checkpoint with its base.
     TrainingRun again(config, *device, alone());
     again.restore(checkpoint);
-    InferenceRun inference(*device, open_checkpoint(checkpoint.path()), config);
-    CHECK(evaluate_loss(*device, inference.model(), again.data(), 1, 8, alone(), {}).loss ==
-          evaluate_loss(*device, again.model(), again.data(), 1, 8, alone(), {}).loss);
 
     Config other = config;
     other.finetune.reduction = 2;
