@@ -10,9 +10,6 @@ namespace {
 constexpr int64_t kGroup = 16;
 
 void bench_norm(Bench& bench, const ModelShape& m) {
-  const bool layernorm = m.norm == NormKind::kLayerNorm;
-  const auto weight = [&](Tensors& t) { return layernorm ? TensorView() : t.bf16({m.d}); };
-  const auto mean = [&](Tensors& t) { return layernorm ? t.fp32({m.T}) : TensorView(); };
   const auto kept = [&](Tensors& t) { return t.fp8(DType::kE4M3, m.T, m.d, Scaling::kGroup, kGroup); };
   bench.time(
       m.name, "norm_forward.fp8",
@@ -21,11 +18,11 @@ void bench_norm(Bench& bench, const ModelShape& m) {
                            .eps = 1e-5f,
                            .residual = t.bf16({m.T, m.d}),
                            .branch = t.bf16({m.T, m.d}),
-                           .weight = weight(t),
+                           .weight = norm_weight(t, m),
                            .residual_out = t.bf16({m.T, m.d}),
                            .x = kept(t),
                            .y = t.fp8(DType::kE4M3, m.T, m.d, Scaling::kTensor),
-                           .mean = mean(t),
+                           .mean = norm_mean(t, m),
                            .rstd = t.fp32({m.T})};
       },
       norm_forward);
@@ -34,8 +31,8 @@ void bench_norm(Bench& bench, const ModelShape& m) {
       [&](Tensors& t) {
         return NormRecompute{.kind = m.norm,
                              .x = kept(t),
-                             .weight = weight(t),
-                             .mean = mean(t),
+                             .weight = norm_weight(t, m),
+                             .mean = norm_mean(t, m),
                              .rstd = t.fp32({m.T}),
                              .y_t = t.fp8(DType::kE4M3, m.d, m.T, Scaling::kTensor)};
       },
@@ -47,15 +44,15 @@ void bench_norm(Bench& bench, const ModelShape& m) {
         const ScaledView d_quantized = t.fp8(DType::kE5M2, m.T, m.d, Scaling::kTensor);
         return NormBackward{.kind = m.norm,
                             .x = kept(t),
-                            .weight = weight(t),
-                            .mean = mean(t),
+                            .weight = norm_weight(t, m),
+                            .mean = norm_mean(t, m),
                             .rstd = t.fp32({m.T}),
                             .d_y = t.bf16({m.T, m.d}),
                             .d_residual = d_residual,
                             .d_residual_out = d_residual,
                             .d_quantized = d_quantized,
                             .d_quantized_t = t.fp8(DType::kE5M2, m.d, m.T, Scaling::kTensor, 0, d_quantized.scale),
-                            .d_weight = layernorm ? TensorView() : t.fp32({m.d})};
+                            .d_weight = norm_weight_gradient(t, m)};
       },
       norm_backward);
 }
@@ -66,7 +63,7 @@ void bench_rope(Bench& bench, const ModelShape& m) {
         m.name, joint ? "rope_forward.fp8.joint" : "rope_forward.fp8",
         [&](Tensors& t) {
           return RopeForward{t.bf16({m.T, 3 * m.d}),
-                             t.fp32({m.S, m.d / m.heads}),
+                             cos_sin(t, m),
                              m.heads,
                              m.heads,
                              t.fp8(DType::kE4M3, m.T, 3 * m.d, Scaling::kGroup, kGroup),
@@ -134,7 +131,7 @@ void bench_rope_projection(Bench& bench, const ModelShape& m, bool joint) {
                                          .out = qkv,
                                          .fast_accumulation = true},
                           .rope = {.qkv = qkv,
-                                   .cos_sin = t.fp32({m.S, m.d / m.heads}),
+                                   .cos_sin = cos_sin(t, m),
                                    .num_heads = m.heads,
                                    .num_kv_heads = m.heads,
                                    .saved = t.fp8(DType::kE4M3, m.T, width, Scaling::kGroup, kGroup),

@@ -183,6 +183,19 @@ class Bench {
   std::string op_;
 };
 
+// Empty where the norm has none: rmsnorm has weights and no means, OLMo's layernorm means and no weights.
+inline TensorView norm_weight(Tensors& t, const ModelShape& m) {
+  return m.norm == NormKind::kRmsNorm ? t.bf16({m.d}) : TensorView();
+}
+inline TensorView norm_weight_gradient(Tensors& t, const ModelShape& m) {
+  return m.norm == NormKind::kRmsNorm ? t.fp32({m.d}) : TensorView();
+}
+inline TensorView norm_mean(Tensors& t, const ModelShape& m) {
+  return m.norm == NormKind::kLayerNorm ? t.fp32({m.T}) : TensorView();
+}
+
+inline TensorView cos_sin(Tensors& t, const ModelShape& m) { return t.fp32({m.S, m.d / m.heads}); }
+
 // A first step on bf16 weights and gradients with a split master, in the moments' format.
 inline AdamwStep make_adamw_step(Tensors& t, const MomentView& exp_avg, const MomentView& exp_avg_sq) {
   const int64_t N = exp_avg.values.numel();
@@ -205,6 +218,12 @@ inline AdamwStep make_adamw_step(Tensors& t, const MomentView& exp_avg, const Mo
           .first_element = 0};
 }
 
+// attention_kernels.cpp: of models that train and decode, and over all keys of vision towers.
+void bench_attention(Bench& bench, const ModelShape& model);
+void bench_towers(Bench& bench);
+void bench_decode(Bench& bench, const ModelShape& model);
+// finetune_kernels.cpp: what is beside frozen weights: adapters and their steps, side networks, 4 bits.
+void bench_finetune(Bench& bench, const ModelShape& model);
 // float8_kernels.cpp: the ops of the FP8 recipes.
 void bench_float8(Bench& bench, const ModelShape& model);
 // head_kernels.cpp: the head's products and loss, by the rows of a chunk.
