@@ -18,28 +18,9 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
+from image_data.processor import geometry_of  # noqa: E402
 from text_data.common import InputError, one_line  # noqa: E402
 from text_data.helper_process import advice_to_user, run, serve  # noqa: E402
-from text_data.special_tokens import read_object  # noqa: E402
-
-PROCESSORS = ("preprocessor_config.json", "processor_config.json")
-
-
-def geometry_of(folder: Path) -> str | None:
-    """What transformers' processor of images in the folder does; None where there is none, or it does otherwise."""
-    for name in PROCESSORS:
-        config = read_object(folder / name)
-        config = config.get("image_processor", config)
-        size = config.get("size") if isinstance(config, dict) else None
-        if not isinstance(size, dict):
-            continue
-        if config.get("do_pad"):
-            return "pad"
-        if config.get("do_center_crop") and "shortest_edge" in size:
-            return "crop"
-        if "height" in size and "width" in size:
-            return "stretch"
-    return None
 
 
 class Helper:

@@ -2,7 +2,6 @@
 """Tests of scripts/image_helper.py. Exits with 77 (skipped) where pillow or numpy is missing."""
 
 import base64
-import importlib.util
 import json
 import subprocess
 import sys
@@ -21,9 +20,8 @@ ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = ROOT / "scripts" / "image_helper.py"
 LLAVA = ROOT / "tests" / "fixtures" / "llava"
 
-spec = importlib.util.spec_from_file_location("image_helper", SCRIPT)
-helper = importlib.util.module_from_spec(spec)
-spec.loader.exec_module(helper)
+sys.path.insert(0, str(ROOT / "scripts"))
+from image_data.processor import geometry_of  # noqa: E402
 
 
 class ImageHelper(unittest.TestCase):
@@ -34,7 +32,7 @@ class ImageHelper(unittest.TestCase):
 
     def geometry(self, **config):
         (self.folder / "preprocessor_config.json").write_text(json.dumps(config))
-        return helper.geometry_of(self.folder)
+        return geometry_of(self.folder)
 
     def ask(self, *requests, tower="clip", arguments=()):
         command = [sys.executable, str(SCRIPT), "--tower", tower, "--size", "8", "--mean", "0.5,0.25,0.75", *arguments]
@@ -43,15 +41,15 @@ class ImageHelper(unittest.TestCase):
         return [json.loads(line) for line in result.stdout.splitlines()]
 
     def test_the_geometry_is_that_of_the_processor(self):
-        self.assertIsNone(helper.geometry_of(self.folder))
+        self.assertIsNone(geometry_of(self.folder))
         square = {"height": 14, "width": 14}
         self.assertEqual(self.geometry(size={"shortest_edge": 14}, do_center_crop=True), "crop")
         self.assertEqual(self.geometry(size=square), "stretch")
         self.assertEqual(self.geometry(size={"shortest_edge": 14}, do_center_crop=True, do_pad=True), "pad")
         self.assertIsNone(self.geometry(size={"longest_edge": 14}))
         self.assertIsNone(self.geometry(size=14))
-        self.assertEqual(helper.geometry_of(LLAVA / "clip_llama"), "crop")
-        self.assertEqual(helper.geometry_of(LLAVA / "siglip_qwen2"), "stretch")
+        self.assertEqual(geometry_of(LLAVA / "clip_llama"), "crop")
+        self.assertEqual(geometry_of(LLAVA / "siglip_qwen2"), "stretch")
 
     def test_without_a_processor_it_is_the_usual_one_of_the_tower(self):
         self.assertEqual(self.ask(), [{"geometry": "crop"}])

@@ -34,7 +34,7 @@ bool differ(const json& of_data, const std::vector<double>& of_model) {
 }
 
 // "crop", "pad" or "stretch": that of preprocessor_config.json or processor_config.json in the folder, as
-// scripts/image_helper.py reads them, or else with which towers of that kind are trained.
+// scripts/image_data/processor.py reads them, or else with which towers of that kind are trained.
 std::string image_geometry(const fs::path& folder, TowerKind kind) {
   constexpr int64_t kMaxBytes = int64_t{1} << 30;
   for (const char* name : {"preprocessor_config.json", "processor_config.json"}) {
