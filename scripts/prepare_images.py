@@ -17,7 +17,8 @@ Writes into the folder --out, which must not exist yet or be empty:
     eval-00000.npy, ...    the same for held-out conversations, with --eval-fraction: all of those about one first image
     images-00000.pixels    the pixels of the images, each picture file once
     data.json              what was made: counts, vocabulary, tokenizer, image token, geometry, mean and deviation
-    tokenizer/             a copy of the tokenizer.json and what lies beside it, with the template and the end of a turn of --chat
+    tokenizer/             a copy of the tokenizer.json and what lies beside it, with the template and the end of a turn of --chat;
+                           and preprocessor_config.json, by which transformers makes such pixels
 
 The folder appears whole or not at all. If a run is stopped, the same command continues: finished parts lie in the hidden
 folder .NAME.partial beside it. A picture or a sample that cannot be used ends the run with its name, or is left out and
@@ -46,6 +47,7 @@ import numpy as np  # noqa: E402
 from image_data.conversations import Conversion, Sample, read_records, sample_of  # noqa: E402
 from image_data.output import ImageSplit, digest_of, write_samples  # noqa: E402
 from image_data.pictures import GEOMETRIES, TOWERS, Fitting, colour_of, slots_of  # noqa: E402
+from image_data.processor import processor_config  # noqa: E402
 from image_data.samples import SampleMaker, Settings, groups_of_samples  # noqa: E402
 from image_data.shards import (  # noqa: E402
     Images, PictureProgress, ShardMaker, groups_of_pictures, make_images, stat_picture
@@ -55,7 +57,7 @@ from text_data.common import InputError, Parser  # noqa: E402
 from text_data.partial import Partial, new_folder, print_last, run_script  # noqa: E402
 from text_data.readers import find_files  # noqa: E402
 from text_data.tokenizer import EOS_NAMES, padded_vocab_size  # noqa: E402
-from tokenizer_files import copy_tokenizer, keep_chat, keep_end_of_turn  # noqa: E402
+from tokenizer_files import copy_tokenizer, keep_chat, keep_end_of_turn, write_object  # noqa: E402
 
 
 def print_line(text: str) -> None:
@@ -159,13 +161,20 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     files = images.move_to(partial.staging)
     info = summary(options, maker, splits, images, files) | {"left_out": dict(left_out), "bad": bad}
     if options.tokenizer != "bytes":
-        kept = partial.staging / "tokenizer"
-        copy_tokenizer(maker.tokenizer, kept, named={})
-        # Captions are no chats: a model whose projector learns from them keeps the template that it has.
-        keep = keep_end_of_turn if options.chat == "plain" else keep_chat
-        keep(maker.template, kept, maker.tokenizer)
+        keep_files_of_model(options, maker, info["images"], partial.staging / "tokenizer")
     partial.describe(info)
     return info
+
+
+def keep_files_of_model(options: argparse.Namespace, maker: SampleMaker, images: dict, folder: Path) -> None:
+    """Makes `folder`, with what runs on the data keep for their checkpoints."""
+    copy_tokenizer(maker.tokenizer, folder, named={})
+    if images["count"] > 0:
+        config = processor_config(images["geometry"], images["size"], images["mean"], images["deviation"])
+        write_object(folder / "preprocessor_config.json", config)
+    # Captions are no chats: a model whose projector learns from them keeps the template that it has.
+    keep = keep_end_of_turn if options.chat == "plain" else keep_chat
+    keep(maker.template, folder, maker.tokenizer)
 
 
 def check_room(samples: list[Sample], options: argparse.Namespace) -> None:

@@ -4,9 +4,13 @@ processor_config.json. Needs no package."""
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Sequence
 
 from text_data.special_tokens import read_object
 
+# Of transformers, by what --geometry says.
+TYPES = {"crop": "CLIPImageProcessor", "pad": "LlavaImageProcessor", "stretch": "SiglipImageProcessor"}
+BICUBIC = 3  # Pillow's number
 FILES = ("preprocessor_config.json", "processor_config.json")
 
 
@@ -25,3 +29,22 @@ def geometry_of(folder: Path) -> str | None:
         if "height" in size and "width" in size:
             return "stretch"
     return None
+
+
+def processor_config(geometry: str, size: int, mean: Sequence[float], deviation: Sequence[float]) -> dict:
+    """The preprocessor_config.json by which transformers makes of pictures what pictures.py, mean and deviation make of them."""
+    square = {"height": size, "width": size}
+    cropped = {"crop_size": square, "do_center_crop": True, "size": {"shortest_edge": size}}
+    return {
+        "image_processor_type": TYPES[geometry],
+        "do_convert_rgb": True,
+        "do_resize": True,
+        "resample": BICUBIC,
+        **({"do_pad": True} if geometry == "pad" else {}),
+        **({"size": square} if geometry == "stretch" else cropped),
+        "do_rescale": True,
+        "rescale_factor": 1 / 255,
+        "do_normalize": True,
+        "image_mean": list(mean),
+        "image_std": list(deviation),
+    }

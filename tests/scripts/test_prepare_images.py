@@ -36,6 +36,7 @@ prepare_images = importlib.util.module_from_spec(spec)
 spec.loader.exec_module(prepare_images)
 from image_data import shards  # noqa: E402
 from image_data.pictures import Fitting, PictureError, pixels_of  # noqa: E402
+from image_data.processor import geometry_of  # noqa: E402
 from text_data.tokenizer import JsonTokenizer  # noqa: E402
 
 from chat_tokenizers import make_chat_tokenizer  # noqa: E402
@@ -423,6 +424,32 @@ class Bad(Preparation):
         self.prepare(path, tokenizer=tokenizer)  # captions are no chats
         self.assertFalse((kept / "chat_template.jinja").exists())
         self.assertEqual((kept / "tokenizer_config.json").read_bytes(), config.read_bytes())
+
+    def test_the_kept_processor_makes_the_pixels_of_the_data(self):
+        from transformers.models.clip.image_processing_pil_clip import CLIPImageProcessorPil
+        from transformers.models.llava.image_processing_pil_llava import LlavaImageProcessorPil
+        from transformers.models.siglip.image_processing_pil_siglip import SiglipImageProcessorPil
+
+        tokenizer, path = llama2_like(self.folder / "model"), self.write([caption(1)])
+        picture = Image.open(self.pictures / "1.png")  # wider than high
+        for geometry, tower, kind in (("crop", "clip", CLIPImageProcessorPil), ("pad", "clip", LlavaImageProcessorPil),
+                                      ("stretch", "siglip", SiglipImageProcessorPil)):
+            with self.subTest(geometry):
+                info = self.prepare(path, tokenizer=tokenizer, geometry=geometry, tower=tower)["images"]
+                kept = self.out / "tokenizer"
+                self.assertEqual(geometry_of(kept), geometry)
+                named = json.loads((kept / "preprocessor_config.json").read_text())["image_processor_type"]
+                self.assertEqual(f"{named}Pil", kind.__name__)
+                got = kind.from_pretrained(str(kept))(picture, return_tensors="np")["pixel_values"][0]
+                pixels = np.frombuffer((self.out / "images-00000.pixels").read_bytes()[64:], np.uint8).reshape(3, SIZE, SIZE)
+                mean, deviation = (np.reshape(info[name], (3, 1, 1)) for name in ("mean", "deviation"))
+                np.testing.assert_allclose(got, (pixels / 255 - mean) / deviation, atol=1e-6)
+                shutil.rmtree(self.out)
+
+    def test_text_alone_has_no_processor_of_images(self):
+        self.prepare(self.write([sample("a", None, "A", "B")]), tokenizer=llama2_like(self.folder / "model"), chat="vicuna_v1")
+        self.assertTrue((self.out / "tokenizer" / "tokenizer.json").exists())
+        self.assertFalse((self.out / "tokenizer" / "preprocessor_config.json").exists())
 
     def test_held_out_pictures_are_in_no_training_conversation(self):
         questions = [sample(f"{number} {question}", f"{number}.png", f"<image>\n{question}?", f"{question} {number}.")
