@@ -2,6 +2,7 @@
 the Python helpers or of scripts/prepare_images.py is missing."""
 import json
 import os
+import shutil
 import struct
 import subprocess
 import sys
@@ -124,27 +125,42 @@ class Prompts(Imported):
 
 
 class Training(Imported):
-    def prepare(self):
+    def prepare(self, geometry="crop", out="data"):
         records = [{"id": str(i), "image": "photo.png", "conversations": [
             {"from": "human", "value": "<image>\nWhat says the cat?"}, {"from": "gpt", "value": f"Miau {i}!"}]} for i in range(24)]
         with open(self.path("samples.json"), "w", encoding="utf-8") as file:
             json.dump(records, file)
         options = {"--image-folder": FIXTURES, "--tower": "clip", "--image-size": 14, "--patch-size": 4, "--chat": "vicuna_v1",
                    "--tokenizer": FIXTURES / "clip_llama/tokenizer.json", "--sequence-length": 64, "--max-images": 1,
-                   "--out": self.path("data")}
+                   "--geometry": geometry, "--out": self.path(out)}
         command = [sys.executable, str(ROOT / "scripts/prepare_images.py"), self.path("samples.json"),
                    *(str(word) for pair in options.items() for word in pair)]
         prepared = subprocess.run(command, capture_output=True, text=True)
         self.assertEqual(prepared.returncode, 0, prepared.stderr)
 
+    def train(self, config, *overrides, data=("data",), out="run"):
+        """What it says on the way."""
+        files = ", ".join(f'"{self.path(folder)}/train-*.npy"' for folder in data)
+        sets = (f"data.train=[{files}]", "data.sequence_length=64", "training.steps=2", "training.global_batch_size=2",
+                "optimizer.schedule.warmup_steps=0", f"checkpoint.folder={self.path(out)}", "device.kind=cpu", "precision.recipe=fp32",
+                "optimizer.master=none", *overrides)
+        result = parka("train", config, *[word for one in sets for word in ("--set", one)])
+        self.assert_exit(result, 0)
+        return result.stdout + result.stderr
+
+    def export(self, run, out):
+        self.assert_exit(parka("export", self.path(run), "--out", self.path(out), "--dtype", "fp32"), 0)
+
+    def processors(self, folder):
+        """preprocessor_config.json and processor_config.json there; None for one that is not."""
+        paths = [Path(self.path(folder), name) for name in ("preprocessor_config.json", "processor_config.json")]
+        return [json.loads(path.read_text()) if path.exists() else None for path in paths]
+
     def test_a_run_starts_from_an_import_and_is_exported_with_the_tower_as_it_was(self):
         model = self.import_model("clip_llama")
         self.prepare()
-        sets = (f'data.train=["{self.path("data")}/train-*.npy"]', "data.sequence_length=64", "training.steps=2",
-                "training.global_batch_size=2", "optimizer.schedule.warmup_steps=0", f"checkpoint.folder={self.path('run')}",
-                "device.kind=cpu", "precision.recipe=fp32", "optimizer.master=none")
-        self.assert_exit(parka("train", f"{model}/config.json", *[word for one in sets for word in ("--set", one)]), 0)
-        self.assert_exit(parka("export", self.path("run"), "--out", self.path("hf"), "--dtype", "fp32"), 0)
+        self.train(f"{model}/config.json")
+        self.export("run", "hf")
         before, after = (read_tensors(folder / "model.safetensors") for folder in (FIXTURES / "clip_llama", Path(self.path("hf"))))
         self.assertEqual(before.keys(), after.keys())
         for name in before:
@@ -154,6 +170,55 @@ class Training(Imported):
                          Path(self.path("hf/processor_config.json")).read_bytes())
         result = self.generate(self.path("run"), "--image", PHOTO, "--prompt", "What says the cat?", "--tokens", "4")
         self.assert_exit(result, 0)
+
+    def test_a_run_keeps_the_processor_of_its_pictures(self):
+        model = self.import_model("clip_llama")
+        self.prepare("pad")
+        self.assertNotIn("the pictures of", self.train(f"{model}/config.json"))
+        self.export("run", "hf")
+        of_model = json.loads((FIXTURES / "clip_llama/processor_config.json").read_text())
+        del of_model["image_processor"]  # which transformers would take first
+        [of_data, _] = self.processors("data/tokenizer")
+        self.assertTrue(of_data["do_pad"])
+        for folder in ("run/tokenizer", "hf"):
+            self.assertEqual(self.processors(folder), [of_data, of_model])
+
+    def test_each_stage_keeps_the_processor_of_its_own_pictures(self):
+        model = self.import_model("clip_llama")
+        for geometry in ("pad", "stretch"):
+            self.prepare(geometry, out=geometry)
+        self.train(f"{model}/config.json", data=["pad"], out="first")
+        self.train(f"{model}/config.json", f"checkpoint.init_from={self.path('first')}", data=["stretch"], out="second")
+        self.export("second", "hf")
+        self.assertEqual(self.processors("hf")[0], self.processors("stretch/tokenizer")[0])
+
+    def test_the_kept_processor_has_the_mean_of_the_run(self):
+        shutil.copytree(FIXTURES / "clip_llama", self.path("model"))
+        path = Path(self.path("model/processor_config.json"))
+        described = json.loads(path.read_text())
+        described["image_processor"]["image_mean"] = [0.3, 0.4, 0.6]
+        path.write_text(json.dumps(described))
+        self.assert_exit(parka("import", self.path("model"), "--out", self.path("imported")), 0)
+        self.prepare("stretch")
+        self.train(self.path("imported/config.json"))
+        self.export("run", "hf")  # which refuses another
+        self.assertEqual(self.processors("hf")[0], self.processors("data/tokenizer")[0] | {"image_mean": [0.3, 0.4, 0.6]})
+
+    def test_the_processor_is_that_of_the_first_data_with_pictures(self):
+        model = self.import_model("clip_llama")
+        self.prepare("pad")
+        os.mkdir(self.path("text"))
+        for end in ("", ".mask"):
+            np.full(640, 1, np.uint8 if end else np.uint16).tofile(self.path(f"text/train-0.npy{end}"))
+        self.train(f"{model}/config.json", data=["text", "data"])
+        self.assertEqual(self.processors("run/tokenizer")[0], self.processors("data/tokenizer")[0])
+
+    def test_the_tokenizer_that_a_config_names_stays_as_it_is(self):
+        model, named = self.import_model("clip_llama"), FIXTURES / "clip_llama"
+        self.prepare("pad")
+        said = self.train(f"{model}/config.json", f"data.tokenizer={named}")
+        self.assertIn("made with --geometry pad, and the model's processor says crop", said)
+        self.assertEqual(self.processors("run/tokenizer"), self.processors(named))
 
 
 if __name__ == "__main__":

@@ -17,6 +17,9 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
+constexpr const char *kPreprocessorName = "preprocessor_config.json", *kProcessorName = "processor_config.json";
+constexpr const char* kNestedKey = "image_processor";  // of the latter
+
 // The member of that name; null where `object` is none or has it not.
 json member(const json& object, const char* name) {
   return object.is_object() && object.contains(name) ? object.at(name) : json();
@@ -33,30 +36,65 @@ bool differ(const json& of_data, const std::vector<double>& of_model) {
   return false;
 }
 
-// "crop", "pad" or "stretch": that of preprocessor_config.json or processor_config.json in the folder, as
-// scripts/image_data/processor.py reads them, or else with which towers of that kind are trained.
-std::string image_geometry(const fs::path& folder, TowerKind kind) {
+// Null where it is not there, or no JSON.
+json read_processor(const fs::path& path) {
   constexpr int64_t kMaxBytes = int64_t{1} << 30;
-  for (const char* name : {"preprocessor_config.json", "processor_config.json"}) {
-    const std::string path = (folder / name).string();
-    if (!file_exists(path)) continue;
-    json processor = json::parse(read_text(path, kMaxBytes), nullptr, /*allow_exceptions=*/false);
-    if (const json nested = member(processor, "image_processor"); nested.is_object()) processor = nested;
+  if (!file_exists(path.string())) return nullptr;
+  return json::parse(read_text(path.string(), kMaxBytes), nullptr, /*allow_exceptions=*/false);
+}
+
+// "crop", "pad" or "stretch": that of preprocessor_config.json or processor_config.json in the folder, as
+// scripts/image_data/processor.py reads them; nullopt where there is none.
+std::optional<std::string> geometry_in(const fs::path& folder) {
+  for (const char* name : {kPreprocessorName, kProcessorName}) {
+    json processor = read_processor(folder / name);
+    if (const json nested = member(processor, kNestedKey); nested.is_object()) processor = nested;
     const json size = member(processor, "size");
     if (!size.is_object()) continue;
     if (member(processor, "do_pad") == true) return "pad";
     if (member(processor, "do_center_crop") == true && size.contains("shortest_edge")) return "crop";
     if (size.contains("height") && size.contains("width")) return "stretch";
   }
-  return kind == TowerKind::kSiglip ? "stretch" : "crop";
+  return std::nullopt;
+}
+
+// The folder beside the data that has a processor; empty where there is none.
+fs::path processor_beside(const std::vector<std::string>& sources) {
+  for (const std::string& source : sources) {
+    const fs::path folder = fs::path(expand_source(source).front()).parent_path() / kTokenizerFolder;
+    if (file_exists((folder / kPreprocessorName).string())) return folder;
+  }
+  return {};
 }
 
 }  // namespace
 
+std::map<std::string, std::string> processor_of_data(const Config& config,
+                                                     const std::optional<std::string>& of_model) {
+  if (!config.model.vision.exists()) return {};
+  const fs::path beside = processor_beside(config.data.train);
+  const std::optional<std::string> made = beside.empty() ? std::nullopt : geometry_in(beside);
+  if (!made || (of_model && geometry_in(*of_model) == made)) return {};
+  const std::string path = (beside / kPreprocessorName).string();
+  json processor = read_processor(path);
+  // Those of the script's --tower are in no pixel kept; the weights have learned from the run's.
+  processor["image_mean"] = config.model.vision.tower.pixel_mean;
+  processor["image_std"] = config.model.vision.tower.pixel_deviation;
+  std::map<std::string, std::string> files = {{kPreprocessorName, processor.dump(2) + "\n"}};
+  // transformers would take the model's processor where it is nested in this file.
+  if (json nesting = of_model ? read_processor(fs::path(*of_model) / kProcessorName) : json();
+      nesting.is_object() && nesting.erase(kNestedKey) > 0) {
+    files[kProcessorName] = nesting.dump(2) + "\n";
+  }
+  log_info("{}: goes with the run, whose pictures were made so", path);
+  return files;
+}
+
 void warn_of_image_geometry(const Config& config) {
   if (!config.model.vision.exists()) return;
   const TowerConfig& tower = config.model.vision.tower;
-  const std::string own = image_geometry(fs::path(config.checkpoint.folder) / kTokenizerFolder, tower.kind);
+  const char* usual = tower.kind == TowerKind::kSiglip ? "stretch" : "crop";
+  const std::string own = geometry_in(fs::path(config.checkpoint.folder) / kTokenizerFolder).value_or(usual);
   for (const std::string& source : config.data.train) {
     const std::string file = expand_source(source).front();
     const json images = member(description_of(file), "images");

@@ -13,6 +13,7 @@
 #include "engine/files/draft_folder.h"
 #include "engine/files/file_io.h"
 #include "engine/huggingface/huggingface_origin.h"
+#include "engine/text/image_geometry.h"
 
 namespace parka {
 namespace {
@@ -110,12 +111,17 @@ json id_of(const json& token, const json& tokenizer) {
   return {};
 }
 
+struct KeptFile {
+  fs::path source;
+  std::string text = {};  // in place of the source's, where it is not empty
+};
+
 // The files that a run keeps, by name: those of `source`, or where that is empty of the model and the data.
-std::map<std::string, fs::path> files_of_tokenizer(const Config& config, const std::string& source) {
-  std::map<std::string, fs::path> files;
+std::map<std::string, KeptFile> files_of_tokenizer(const Config& config, const std::string& source) {
+  std::map<std::string, KeptFile> files;
   const auto take = [&](const std::string& folder, const std::optional<std::set<std::string>>& names = {}) {
     for (const std::string& name : carried_files(folder)) {
-      if (!names || names->contains(name)) files[name] = fs::path(folder) / name;
+      if (!names || names->contains(name)) files[name] = {fs::path(folder) / name};
     }
   };
   if (!source.empty()) {
@@ -123,15 +129,16 @@ std::map<std::string, fs::path> files_of_tokenizer(const Config& config, const s
     return files;
   }
   const std::optional<std::string> model = tokenizer_of_model(config), data = tokenizer_of_data(config);
+  if (!model && !data) return files;
   if (model) take(*model);
-  if (!data) return files;
-  if (!model) {
+  if (data && !model) {
     take(*data);
-  } else if (have_different_tokenizers(*model, *data)) {
+  } else if (data && have_different_tokenizers(*model, *data)) {
     log_warning("{}: differs from the tokenizer of the model, {}, which the run keeps", *data, *model);
-  } else {
+  } else if (data) {
     take(*data, changed_by_data(*model, *data));
   }
+  for (const auto& [name, text] : processor_of_data(config, model)) files[name].text = text;
   return files;
 }
 
@@ -176,13 +183,19 @@ void keep_tokenizer(const Config& config) {
     }
     return;
   }
-  const std::map<std::string, fs::path> files = files_of_tokenizer(config, source);
+  const std::map<std::string, KeptFile> files = files_of_tokenizer(config, source);
   if (files.empty()) return;
   remove_tree(copy + ".tmp");  // of a start that was killed
   DraftFolder draft(copy);
-  for (const auto& [name, path] : files) copy_to_new_file(path.string(), draft / name);
+  for (const auto& [name, file] : files) {
+    if (file.text.empty()) {
+      copy_to_new_file(file.source.string(), draft / name);
+    } else {
+      write_new_file(draft / name, file.text);
+    }
+  }
   draft.publish();
-  log_info("{}: a copy of the tokenizer in {}", copy, files.at(kTokenizerName).parent_path().string());
+  log_info("{}: a copy of the tokenizer in {}", copy, files.at(kTokenizerName).source.parent_path().string());
 }
 
 json special_token_ids(const std::string& folder) {

@@ -25,7 +25,8 @@ std::string open_tokenizer(const std::string& path, const std::string& where);
 // Copies the tokenizer of a run into the run folder, unless there is one already: that of data.tokenizer, or else
 // of checkpoint.init_from, or else what scripts/prepare_data.py has left beside the first file of data.train. Where
 // that is the same tokenizer as the one of checkpoint.init_from, its chat template, its ends of texts and what it
-// puts around them are taken: the run learns those. For the rank that has locked the folder. Throws
+// puts around them are taken: the run learns those. So is the processor of images by which data.train was made,
+// unless data.tokenizer is given. For the rank that has locked the folder. Throws
 // Error(kBadInput) if data.tokenizer is missing and there is no copy either.
 void keep_tokenizer(const Config& config);
 
