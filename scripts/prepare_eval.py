@@ -8,12 +8,14 @@
 
 The input is JSON Lines with the fields that the task's data set has on Hugging Face; of arc_easy, arc_challenge and
 openbook_qa the form of their original files is read too. Prompts, continuations and metric are those of OLMo's
-zero-shot evaluation. The model must have been trained with the same tokenizer. docs/evaluation.md describes prompts,
-metrics and the request file. Documents of image_choice are {"image": NAME or NAMES, "question": TEXT, "choices": [TEXT, ...],
-"answer": NUMBER or LETTER}; <image> in the question is where a picture stands, and else they stand in front of it. Their pixels
-go to the file OUT.pixels. Those of text_choice are {"context": TEXT, "choices": [TEXT, ...], "answer": NUMBER}, each choice with
-the white space that it begins with (scripts/make_questions.py makes them). --out appears whole or not at all; an existing file is
-replaced, and a device or a pipe is written into.
+zero-shot evaluation. The model must have been trained with the same tokenizer: a run has it as
+tokenizer/tokenizer.json, an imported model as huggingface/tokenizer.json, with its processor of images, which says
+how pictures become squares. docs/evaluation.md describes prompts, metrics and the request file. Documents of
+image_choice are {"image": NAME or NAMES, "question": TEXT, "choices": [TEXT, ...], "answer": NUMBER or LETTER};
+<image> in the question is where a picture stands, and else they stand in front of it. Their pixels go to the file
+OUT.pixels. Those of text_choice are {"context": TEXT, "choices": [TEXT, ...], "answer": NUMBER}, each choice with the
+white space that it begins with (scripts/make_questions.py makes them). --out appears whole or not at all; an existing
+file is replaced, and a device or a pipe is written into.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
 """
@@ -321,7 +323,8 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--image-folder", type=Path, metavar="FOLDER", help="of image_choice: where names of pictures begin (default: here)")
     add("--image-size", type=int, metavar="PIXELS", help="side of the squares that the tower sees (default: 336; 384)")
     add("--patch-size", type=int, metavar="PIXELS", help="side of a patch (default: 14)")
-    add("--geometry", choices=("crop", "pad", "stretch"), help="how pictures become squares (default: crop; stretch)")
+    add("--geometry", choices=("crop", "pad", "stretch"), help="how pictures become squares (default: as the processor of images "
+        "beside --tokenizer makes them, or else crop; stretch)")
     add("--downsample", type=int, metavar="K", help="K x K patches become a token (default: 1)")
     add("--image-token", metavar="NAME", help="token, or id, of image slots (default: as prepare_images.py)")
     add("--name", help="name of the task in results (default: that of --task)")
@@ -345,6 +348,7 @@ def image_rules(options: argparse.Namespace, tokenizer):
         from image_data.pictures import TOWERS, Fitting, colour_of, slots_of
     except ImportError as error:
         raise InputError(f"--tower needs Python's pillow, numpy and xxhash packages ({one_line(error)}); install them")
+    from image_data.processor import geometry_of
     from image_data.requests import ImageRules
     from image_data.samples import image_token_of
 
@@ -353,7 +357,8 @@ def image_rules(options: argparse.Namespace, tokenizer):
     patch = tower.patch if options.patch_size is None else options.patch_size
     if not 0 < patch <= size or options.downsample < 1:
         raise InputError(f"--image-size {size}, --patch-size {patch} and --downsample {options.downsample} fit no tower; change them")
-    fitting = Fitting(options.geometry or tower.geometry, size, colour_of(tower.mean))
+    of_model = None if options.tokenizer == "bytes" else geometry_of(Path(options.tokenizer).parent)
+    fitting = Fitting(options.geometry or of_model or tower.geometry, size, colour_of(tower.mean))
     token = image_token_of(options.image_token, tokenizer)
     return ImageRules(token, slots_of(size, patch, options.downsample), fitting, options.image_folder)
 
@@ -379,7 +384,7 @@ def run(arguments: list[str]) -> None:
     }
     made = f"{len(requests):,} documents of {options.task}"
     if rules:
-        made += f", {write_with_images(options.out, header, requests, ids, rules):,} pictures"
+        made += f", {write_with_images(options.out, header, requests, ids, rules):,} pictures ({rules.fitting.geometry})"
     else:
         write_lines(options.out, [header] + [document(request, metric, own, []) for request, own in zip(requests, ids)])
     print_made(options.out, f"{made}, metric {metric}")

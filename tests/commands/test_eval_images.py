@@ -82,6 +82,21 @@ class ImageTasks(RunFolder):
                     self.assert_near(one, other)
                 self.assertNotAlmostEqual(alone[0][0], alone[3][0], delta=0.1)  # the same words with another picture
 
+    def test_pictures_become_squares_as_the_processor_beside_the_tokenizer_says(self):
+        def pixels(name, *arguments):
+            self.prepare(self.documents[:1], *arguments, name=name)
+            return Path(self.path("cat.requests.jsonl.pixels")).read_bytes()
+
+        clip = FIXTURES / "clip_llama"
+        crop, stretch = (pixels(clip, "--geometry", geometry) for geometry in ("crop", "stretch"))
+        self.assertNotEqual(crop, stretch)
+        self.assertEqual(pixels(clip), crop)
+        shutil.copytree(clip, self.path("run"))
+        size = {"height": 14, "width": 14}
+        Path(self.path("run/preprocessor_config.json")).write_text(json.dumps({"size": size}))
+        self.assertEqual(pixels(self.path("run")), stretch)
+        self.assertEqual(pixels(self.path("run"), "--geometry", "crop"), crop)
+
     def test_scores_are_of_the_right_choices(self):
         self.prepare(self.documents[:1])
         result = self.eval(self.import_model(), "training.micro_batch_size=1")

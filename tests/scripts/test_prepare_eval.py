@@ -117,7 +117,7 @@ class Documents(unittest.TestCase):
         options = ("--image-folder", str(self.input.parent), "--image-size", "28")
         shown = {**IMAGE_DOCUMENT, "image": "1.png", "images": None, "video": []}  # tables have all keys in all rows
         self.assertEqual(self.call(shown, shown, IMAGE_DOCUMENT, task="image_choice", options=options), (0, ""))
-        self.assertEqual(self.printed, f"{self.out}: 3 documents of image_choice, 1 pictures, metric acc\n")
+        self.assertEqual(self.printed, f"{self.out}: 3 documents of image_choice, 1 pictures (crop), metric acc\n")
         self.assertEqual(self.call(DOCUMENT), (0, ""))
         self.assertEqual(self.printed, f"{self.out}: 1 documents of text_choice, metric acc\n")
 
