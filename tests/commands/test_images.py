@@ -2,6 +2,7 @@
 refused. test_image_ranks.py has several ranks. Exits with 77 (skipped) where a package of scripts/prepare_images.py is missing."""
 import json
 import os
+import shutil
 import signal
 import unittest
 from pathlib import Path
@@ -68,6 +69,18 @@ class Images(ImageRuns):
         said = self.run_to_the_end(self.config("other", steps=2), ranks=2)
         self.assertEqual(said.count("made with --geometry pad, and the model's processor says crop; give --geometry pad to parka generate"), 1, said)
         self.assertEqual(said.count("made for pixels of mean [0.5,0.5,0.5], and model.vision.pixel_mean is [0.48"), 1, said)
+
+    def test_every_folder_of_a_source_is_looked_at_once(self):
+        shutil.copytree(self.path("data"), self.path("data_2"))
+        described = Path(self.path("data_2/data.json"))
+        info = json.loads(described.read_text())
+        info["images"]["geometry"] = "pad"
+        described.write_text(json.dumps(info))
+        config = self.config(steps=2)
+        config["data"]["train"] = [self.path("data*/train-*.npy")] * 2
+        said = self.run_to_the_end(config)
+        self.assertEqual(said.count("the pictures of"), 1, said)
+        self.assertIn(f"the pictures of {self.path('data_2/train-00000.npy')} were made with --geometry pad", said)
 
     def test_evaluation_sees_the_images(self):
         config = self.config()

@@ -2,6 +2,7 @@
 
 #include <cmath>
 #include <filesystem>
+#include <set>
 
 #include <nlohmann/json.hpp>
 
@@ -67,6 +68,25 @@ fs::path processor_beside(const std::vector<std::string>& sources) {
   return {};
 }
 
+// Of a file whose data.json says `images`; `own` is the geometry of the model.
+void warn_of_pictures(const std::string& file, const json& images, const std::string& own,
+                      const TowerConfig& tower) {
+  if (const json geometry = member(images, "geometry"); geometry.is_string() && geometry != own) {
+    const auto made = geometry.get<std::string>();
+    log_warning(
+        "the pictures of {} were made with --geometry {}, and the model's processor says {}; give --geometry {} to parka "
+        "generate and scripts/prepare_eval.py, too: an export says {}",
+        file, made, own, made, own);
+  }
+  for (const auto& [name, of_model] :
+       {std::pair("mean", &tower.pixel_mean), std::pair("deviation", &tower.pixel_deviation)}) {
+    const json of_data = member(images, name);
+    if (!differ(of_data, *of_model)) continue;
+    log_warning("the pictures of {} were made for pixels of {} {}, and model.vision.pixel_{} is {}; set that", file,
+                name, of_data.dump(), name, json(*of_model).dump());
+  }
+}
+
 }  // namespace
 
 std::map<std::string, std::string> processor_of_data(const Config& config,
@@ -95,22 +115,15 @@ void warn_of_image_geometry(const Config& config) {
   const TowerConfig& tower = config.model.vision.tower;
   const char* usual = tower.kind == TowerKind::kSiglip ? "stretch" : "crop";
   const std::string own = geometry_in(fs::path(config.checkpoint.folder) / kTokenizerFolder).value_or(usual);
+  std::set<fs::path> described;  // a data.json is of all files of its folder, and may be long
   for (const std::string& source : config.data.train) {
-    const std::string file = expand_source(source).front();
-    const json images = member(description_of(file), "images");
-    if (const json geometry = member(images, "geometry"); geometry.is_string() && geometry != own) {
-      const auto made = geometry.get<std::string>();
-      log_warning(
-          "the pictures of {} were made with --geometry {}, and the model's processor says {}; give --geometry {} to parka "
-          "generate and scripts/prepare_eval.py, too: an export says {}",
-          file, made, own, made, own);
-    }
-    for (const auto& [name, of_model] :
-         {std::pair("mean", &tower.pixel_mean), std::pair("deviation", &tower.pixel_deviation)}) {
-      const json of_data = member(images, name);
-      if (!differ(of_data, *of_model)) continue;
-      log_warning("the pictures of {} were made for pixels of {} {}, and model.vision.pixel_{} is {}; set that",
-                  file, name, of_data.dump(), name, json(*of_model).dump());
+    for (const std::string& file : expand_source(source)) {
+      const fs::path folder = fs::path(file).parent_path();
+      if (described.contains(folder)) continue;
+      const json description = description_of(file);
+      if (description.is_null()) continue;
+      described.insert(folder);
+      warn_of_pictures(file, member(description, "images"), own, tower);
     }
   }
 }
