@@ -82,6 +82,13 @@ class Images(ImageRuns):
         self.assertEqual(said.count("the pictures of"), 1, said)
         self.assertIn(f"the pictures of {self.path('data_2/train-00000.npy')} were made with --geometry pad", said)
 
+    def test_data_without_pictures_have_no_geometry_to_warn_of(self):
+        described = Path(self.path("data/data.json"))
+        info = json.loads(described.read_text())
+        info["images"].update(geometry="pad", count=0)
+        described.write_text(json.dumps(info))
+        self.assertNotIn("pictures of", self.run_to_the_end(self.config(steps=2)))
+
     def test_evaluation_sees_the_images(self):
         config = self.config()
         self.run_to_the_end(config)

@@ -71,6 +71,7 @@ fs::path processor_beside(const std::vector<std::string>& sources) {
 // Of a file whose data.json says `images`; `own` is the geometry of the model.
 void warn_of_pictures(const std::string& file, const json& images, const std::string& own,
                       const TowerConfig& tower) {
+  if (member(images, "count") == 0) return;  // conversations without pictures
   if (const json geometry = member(images, "geometry"); geometry.is_string() && geometry != own) {
     const auto made = geometry.get<std::string>();
     log_warning(
