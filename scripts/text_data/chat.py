@@ -93,9 +93,9 @@ class ChatTemplate:
         ends = sorted(ends - {""}, key=len, reverse=True)  # the longest of those that begin alike
         self._own_token = re.compile("|".join(map(re.escape, ends)) or "(?!)")
         self._render_template = import_renderer()
-        from jinja2 import TemplateSyntaxError, UndefinedError
+        from jinja2 import TemplateSyntaxError
 
-        self._syntax_error, self._undefined_error = TemplateSyntaxError, UndefinedError
+        self._syntax_error = TemplateSyntaxError
 
     def known(self) -> list:
         """What of it decides the text and its targets, beside the tokenizer."""
@@ -195,6 +195,8 @@ class ChatTemplate:
         return self.texts[name]
 
     def _render(self, template: str, messages: list[dict], tools: list | None, **options) -> tuple[str, list[Span]]:
+        # A template may ask for the content of a message that has calls of tools alone.
+        messages = [{**message, "content": message.get("content", "")} for message in messages]
         try:
             texts, spans = self._render_template(
                 [messages], tools=tools, chat_template=template, **self._special_tokens, **options
@@ -202,12 +204,6 @@ class ChatTemplate:
         except self._syntax_error as error:
             raise InputError(f"{self._place}: its chat template cannot be used ({one_line(error)}); give another")
         except Exception as error:  # whatever the template's expressions raise
-            silent = [number for number, message in enumerate(messages, 1) if "content" not in message]
-            if silent and isinstance(error, self._undefined_error) and "'content'" in str(error):
-                raise ChatError(
-                    f"message {silent[0]} has no content, and the chat template asks for it; give --chat the model's own "
-                    'template, or the message a "content"'
-                )
             raise ChatError(f"the chat template refuses the conversation ({one_line(error)}); fix it or leave it out")
         return texts[0], spans[0] if spans else []
 

@@ -169,10 +169,16 @@ class Templates(unittest.TestCase):
         self.assertEqual(marked(path, thinking * 2), marked("chatml", QUESTION + reasoned))
         self.assertEqual(marked(path, thinking + QUESTION), marked("chatml", QUESTION * 2))
 
-    def test_a_message_without_content_is_named(self):
-        silent = [{key: value for key, value in m.items() if value != ""} for m in CALLING]
-        with self.assertRaisesRegex(ChatError, "^message 2 has no content, and the chat template asks for it"):
-            marked("chatml", silent)
+    def test_calls_of_tools_whose_content_is_null_have_an_empty_one(self):
+        calls = "message['content'] + (message.tool_calls | default([], true) | map(attribute='function.name') | join)"
+        path = self.config(CHATML_JINJA.replace("message['content']", calls), eos_token="<|im_end|>")
+        null = [m | {"content": m["content"] or None} for m in CALLING]
+        missing = [{key: value for key, value in m.items() if value is not None} for m in null]
+        want = marked("chatml", [CALLING[0], {"role": "assistant", "content": "weather"}, *CALLING[2:]])
+        for messages in (CALLING, null, missing):
+            with self.subTest(messages=messages):
+                kept = json.loads(conversation_of({"messages": messages}, "here"))
+                self.assertEqual(marked(path, kept["messages"]), want)
 
     def test_a_prompt_may_end_with_what_a_written_turn_does_not_have(self):
         """As DeepSeek-R1-Distill's does with the begin of the reasoning."""
