@@ -84,14 +84,18 @@ class Text:
 
     def encode(self, text: str) -> list[int]:
         """What a tokenizer puts behind a text is left out: the text goes on."""
-        ids = self._bos + self.tokenizer.encode(text, add_special_tokens=False).ids
+        ids = self._with_bos(self.tokenizer.encode(text, add_special_tokens=False).ids)
         return ids or self.stop[:1]  # what stands before a document, too
 
     def encode_pieces(self, pieces: list[str]) -> list[list[int]]:
         """Text between images, each piece by itself, as prepared data has it."""
         ids = [self.tokenizer.encode(piece, add_special_tokens=False).ids for piece in pieces]
-        ids[0] = self._bos + ids[0]
+        ids[0] = self._with_bos(ids[0])
         return ids
+
+    def _with_bos(self, ids: list[int]) -> list[int]:
+        """A text may be written with it, as one that a chat template made."""
+        return ids if ids[: len(self._bos)] == self._bos else self._bos + ids
 
 
 class Chat:

@@ -71,6 +71,13 @@ class TextTest(TokenizerFolder):
         # An end would be no prompt to continue.
         self.assertEqual(self.write(tokenizer, tokenizer_config=tokens).encode("a b"), [1, *ids])
 
+    def test_a_text_that_is_written_with_its_first_token_has_it_once(self):
+        text = self.write(sentencepiece_tokenizer(), tokenizer_config={"add_bos_token": True, "bos_token": "<s>"})
+        self.assertEqual(text.encode("<s> a"), text.encode("a"))
+        self.assertEqual(text.encode("<s><s> a"), [1, *text.encode("a")])
+        self.assertEqual(text.encode("</s> a"), [1, 2, 262])
+        self.assertEqual(text.encode_pieces(["<s> a", "a"]), [[1, 262], [262]])
+
     def test_a_text_without_tokens_begins_with_what_ends_documents(self):
         tokens = {"eos_token": "</s>"}
         self.assertEqual(self.write(sentencepiece_tokenizer(), tokenizer_config=tokens).encode(""), [2])
