@@ -140,8 +140,10 @@ def piqa(doc: dict) -> Request:
 
 
 def image_choice(doc: dict) -> Request:
-    images = doc.get("image") or []
-    images = texts_of([images] if isinstance(images, str) else images, "images")
+    images = doc.get("image")
+    images = texts_of([images] if isinstance(images, str) else images or [], "images")
+    if not all(images):
+        raise ValueError("a name of its images is empty")
     if not images and (key := key_not_read(doc)) is not None:
         raise ValueError(f"it has {key!r} and no 'image', which is the key that is read")
     question, answer = doc["question"], doc["answer"]

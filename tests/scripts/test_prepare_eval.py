@@ -73,6 +73,14 @@ class Documents(unittest.TestCase):
                 self.assertRegex(error, rf"^prepare_eval: error: .*in.jsonl, line 1: is not a document of {task} \({message}\); .*\n$")
                 self.assertFalse(self.out.exists())
 
+    def test_an_image_without_a_name_is_refused_with_its_line(self):
+        for image in ("", [""], ["1.png", ""]):
+            with self.subTest(image=image):
+                code, error = self.call(IMAGE_DOCUMENT, {**IMAGE_DOCUMENT, "image": image}, task="image_choice")
+                self.assertEqual(code, 2)
+                self.assertRegex(error, r"^prepare_eval: error: .*in.jsonl, line 2: is not a document of image_choice "
+                                        r"\(a name of its images is empty\); .*\n$")
+
     def test_text_that_is_not_unicode_is_refused_with_its_line(self):
         for key, value in (("context", "\ud800"), ("choices", [" a", " \udfff"])):
             code, error = self.call(DOCUMENT, {**DOCUMENT, key: value})
