@@ -2,13 +2,12 @@
 #include <limits>
 #include <utility>
 
-#include <fmt/ranges.h>
-
 #include "core/error.h"
 #include "engine/config/config_io.h"
 #include "engine/config/config_table.h"
 #include "engine/config/data_sources.h"
 #include "engine/config/distributed_config.h"
+#include "engine/config/finetune_config.h"
 #include "model/activation_offload.h"
 #include "model/parameter_table.h"
 
@@ -366,116 +365,6 @@ void check_parameter_rules(const OptimizerConfig& o) {
   if (o.lr_factors.size() == o.lr_patterns.size()) return;
   throw_bad_input("optimizer.lr_factors has {} numbers, but lr_patterns has {} entries; give one for each",
                   o.lr_factors.size(), o.lr_patterns.size());
-}
-
-// Codes are made of weights that come in whole, once.
-void check_base(const Config& c) {
-  if (c.finetune.base == BaseFormat::kCompute) return;
-  const std::string_view base = name_of(c.finetune.base);
-  if (c.finetune.method == FinetuneMethod::kFull) {
-    throw_bad_input(
-        "finetune.base = {} is for weights that stay as they are, and finetune.method = full trains them; set method = "
-        "lora or qst, or base = compute",
-        base);
-  }
-  if (c.precision.offload_weights) {
-    throw_bad_input(
-        "finetune.base = {} keeps codes on the device; set precision.offload_weights = false, or base = compute",
-        base);
-  }
-  if (c.finetune.base != BaseFormat::kFp8) return;
-  if (c.precision.gemm == GemmPrecision::kCompute) {
-    throw_bad_input(
-        "finetune.base = fp8 keeps the codes of FP8 GEMMs, and precision.gemm = compute has none; use a recipe like "
-        "parka, or base = nf4");
-  }
-  if (c.precision.weight_copies == WeightCopies::kNone) {
-    throw_bad_input(
-        "finetune.base = fp8 has no weights but the copies that precision.weight_copies = none leaves out; use rows or "
-        "both");
-  }
-  const bool keeps_both = c.precision.weight_copies != WeightCopies::kRows && c.precision.weight_copies_blocks == 0;
-  if (c.precision.gemm == GemmPrecision::kFp8Block && !keeps_both) {
-    throw_bad_input(
-        "finetune.base = fp8 with precision.gemm = fp8_block cannot transpose codes on use: set "
-        "precision.weight_copies = both and weight_copies_blocks = 0");
-  }
-  if (c.telemetry.interval > 0) {
-    throw_bad_input(
-        "telemetry.interval = {} compares FP8 codes with weights, which finetune.base = fp8 does not keep; set it to 0, "
-        "or base = compute",
-        c.telemetry.interval);
-  }
-}
-
-// No gradient goes through the model's own blocks, so some keys that are about that have nothing to do.
-void check_side(const Config& c) {
-  if (!c.optimizer.frozen.empty()) {
-    throw_bad_input(
-        "optimizer.frozen has no meaning with finetune.method = qst, which trains the side network alone; remove it");
-  }
-  if (c.finetune.side_head_dim % 2 != 0) {
-    throw_bad_input("finetune.side_head_dim = {} is odd, and pairs of numbers are rotated; use an even one",
-                    c.finetune.side_head_dim);
-  }
-  if (c.finetune.kept == Storage::kFp8 && is_pool(c.finetune.downsample)) {
-    throw_bad_input(
-        "finetune.kept = fp8 has no meaning with finetune.downsample = {}, which keeps nothing; use kept = compute",
-        name_of(c.finetune.downsample));
-  }
-  if (c.precision.offload_weights || c.precision.offload_blocks > 0) {
-    throw_bad_input(
-        "precision.{} does not go with finetune.method = qst, whose frozen blocks keep nothing for backward; set it to {}",
-        c.precision.offload_weights ? "offload_weights" : "offload_blocks",
-        c.precision.offload_weights ? "false" : "0");
-  }
-  if (c.telemetry.interval > 0) {
-    throw_bad_input(
-        "telemetry.interval = {} does not go with finetune.method = qst, whose frozen blocks do not go backward; set it "
-        "to 0",
-        c.telemetry.interval);
-  }
-}
-
-// A key of another method than the chosen one would be ignored.
-void check_keys_of_method(const Config& c) {
-  Config own = c, defaults;
-  const ConfigTable given = make_config_table(own), standard = make_config_table(defaults);
-  for (const ConfigField& field : given.fields) {
-    if (section_of(field.path) != "finetune") continue;
-    const std::string key(key_of(field.path));
-    if (is_used_by(c.finetune.method, c.finetune.downsample, key)) continue;
-    if (get_field(field) == get_field(*standard.find(field.path))) continue;
-    if (is_used_by(c.finetune.method, defaults.finetune.downsample, key)) {
-      throw_bad_input("{} has no meaning with finetune.downsample = {}; remove it, or change how h is read",
-                      field.path, name_of(c.finetune.downsample));
-    }
-    throw_bad_input("{} has no meaning with finetune.method = {}; remove it, or change the method", field.path,
-                    name_of(c.finetune.method));
-  }
-}
-
-void check_finetune(const Config& c) {
-  if (c.model.vision.exists() && c.finetune.method != FinetuneMethod::kFull) {
-    throw_bad_input("finetune.method = {} does not go with model.vision.tower yet; use method = full",
-                    name_of(c.finetune.method));
-  }
-  check_keys_of_method(c);
-  check_base(c);
-  if (c.finetune.method == FinetuneMethod::kQst) check_side(c);
-  if (c.finetune.method != FinetuneMethod::kLora) return;
-  if (!c.optimizer.frozen.empty()) {
-    throw_bad_input(
-        "optimizer.frozen has no meaning with finetune.method = lora, which trains adapters alone; remove it");
-  }
-  if (c.finetune.targets.empty()) {
-    throw_bad_input("finetune.targets is empty, so that no layer has an adapter; give some, or method = full");
-  }
-  for (const std::string& target : c.finetune.targets) {
-    const FinetuneConfig defaults;  // with all of them
-    if (std::ranges::count(defaults.targets, target) > 0) continue;
-    throw_bad_input("finetune.targets holds \"{}\"; wanted some of {}", target, fmt::join(defaults.targets, ", "));
-  }
 }
 
 void check_spike_window(const TrainingConfig& t) {
