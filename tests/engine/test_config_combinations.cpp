@@ -184,6 +184,11 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
       {[](Config& c) { c.finetune.rank = 3; }, "finetune.rank has no meaning with finetune.method = full"},
       {[](Config& c) { c.finetune.alpha = 3; }, "finetune.alpha has no meaning with finetune.method = full"},
       {[](Config& c) {
+         c.finetune.method = FinetuneMethod::kLora;
+         c.finetune.alpha = 0;
+       },
+       "finetune.alpha = 0 multiplies adapters and their gradients by 0, so that nothing is trained; give more"},
+      {[](Config& c) {
          c.finetune.method = FinetuneMethod::kQst;
          c.finetune.targets = {"q_proj"};
        },

@@ -147,6 +147,11 @@ void check_finetune(const Config& c) {
   if (c.finetune.targets.empty()) {
     throw_bad_input("finetune.targets is empty, so that no layer has an adapter; give some, or method = full");
   }
+  if (c.finetune.alpha == 0) {
+    throw_bad_input(
+        "finetune.alpha = 0 multiplies adapters and their gradients by 0, so that nothing is trained; give more, "
+        "finetune.rank for example");
+  }
   for (const std::string& target : c.finetune.targets) {
     const FinetuneConfig defaults;  // with all of them
     if (std::ranges::count(defaults.targets, target) > 0) continue;
