@@ -319,6 +319,27 @@ class Data(DataFolder):
                 file.write(text)
             self.assert_exit(parka("data", tokens), 0)
 
+    def test_data_command_warns_of_several_tokenizers(self):
+        config = tiny_config(self.folder)
+        paths = [self.path(name) for name in ("a.npy", "b.npy", "held_out.npy")]
+        for number, path in enumerate(paths):  # each into a folder of its own
+            folder = self.path(f"made{number}")
+            os.makedirs(folder)
+            os.rename(path, os.path.join(folder, "x.npy"))
+            paths[number] = os.path.join(folder, "x.npy")
+            with open(os.path.join(folder, "data.json"), "w", encoding="utf-8") as file:
+                json.dump({"dtype": "uint16", "tokenizer": "one.json", "tokenizer_sha256": "22" if number == 2 else "11",
+                           "train": {"files": ["x.npy"]}, "eval": {"files": []}}, file)
+        config["data"].update(train=paths[:2], eval=paths[2:])
+        says = f"{paths[2]} was made with another tokenizer than {paths[0]}: "
+        for given in (paths, [self.write_config(config)]):
+            result = parka("data", *given)
+            self.assert_exit(result, 0)
+            self.assertEqual(result.stderr.count(says), 1, result.stderr)
+        result = parka("data", *paths[:2])
+        self.assert_exit(result, 0)
+        self.assertEqual(result.stderr, "")
+
     def test_bad_input_is_named(self):
         config = self.config("run", "fp32")
         train = config["data"]["train"]

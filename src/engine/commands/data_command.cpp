@@ -7,6 +7,7 @@
 #include "engine/commands/data_statistics.h"
 #include "engine/config/config_io.h"
 #include "engine/config/data_sources.h"
+#include "engine/evaluation/evaluation_suite.h"
 
 namespace parka {
 namespace {
@@ -71,6 +72,7 @@ nlohmann::ordered_json to_json(const DataStatistics& s) {
 
 int run_data(const DataOptions& options) {
   const Listed listed = list_files(options);
+  warn_of_tokenizers(listed.sources, {});
   int64_t files = 0, tokens = 0;
   for (const std::string& source : listed.sources) {
     for (const std::string& path : expand_source(source)) {

@@ -28,12 +28,10 @@ class TokenizerCheck {
     }
   }
   // Files that are not there any more, as a run's training data may be where it is evaluated, say nothing.
-  void add_files(const std::vector<std::string>& sources) {
-    for (const std::string& source : sources) {
-      try {
-        for (const std::string& path : expand_source(source)) add_file(path);
-      } catch (const Error&) {
-      }
+  void add_files(const std::string& source) {
+    try {
+      for (const std::string& path : expand_source(source)) add_file(path);
+    } catch (const Error&) {
     }
   }
 
@@ -53,12 +51,20 @@ class TokenizerCheck {
 
 }  // namespace
 
-void warn_of_tokenizers(const Config& config, const EvaluationSuite& suite) {
+void warn_of_tokenizers(const std::vector<std::string>& sources, const std::vector<EvalTask>& tasks) {
   TokenizerCheck check;
-  check.add_files(config.data.train);
-  check.add_files(config.data.eval);
-  for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) check.add_files(set.files);
-  for (const EvalTask& task : suite.tasks) check.add(task.path, task.tokenizer);
+  for (const std::string& source : sources) check.add_files(source);
+  for (const EvalTask& task : tasks) check.add(task.path, task.tokenizer);
+}
+
+void warn_of_tokenizers(const Config& config, const EvaluationSuite& suite) {
+  std::vector<std::string> sources = config.data.train;
+  const auto add = [&](const std::vector<std::string>& more) {
+    sources.insert(sources.end(), more.begin(), more.end());
+  };
+  add(config.data.eval);
+  for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) add(set.files);
+  warn_of_tokenizers(sources, suite.tasks);
 }
 
 EvaluationSuite open_suite(const Config& config) {

@@ -29,8 +29,10 @@ struct EvaluationSuite {
 // Throws Error(kBadInput) for files that cannot be used, and for two tasks with the same name.
 EvaluationSuite open_suite(const Config& config);
 
-// Warns of files of `suite` and of data.train that were made with another tokenizer than the first of them, where
-// the data.json beside them, or a request file's header, says with which.
+// Warns of token files and tasks that were made with another tokenizer than the first of them, where the data.json
+// beside them, or a request file's header, says with which.
+void warn_of_tokenizers(const std::vector<std::string>& sources, const std::vector<EvalTask>& tasks);
+// Of those of `suite`, and of data.train.
 void warn_of_tokenizers(const Config& config, const EvaluationSuite& suite);
 
 // A line for each file that distinguishes suites whose files have the same names. All ranks must have the same
