@@ -5,7 +5,7 @@ import shutil
 import struct
 import unittest
 
-from parka_runs import RunFolder, parka, write_tokens
+from parka_runs import RunFolder, parka, tiny_config, write_tokens
 
 FIXTURES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures", "bitsandbytes")
 
@@ -85,6 +85,16 @@ class BitsAndBytes(RunFolder):
             np.testing.assert_array_equal(weights[name], weight, err_msg=name)
         refused = parka("export", model, "--out", out + "_bad", "--quantize", "nf4", "--adapter")
         self.assertEqual(refused.returncode, 2)
+
+    def test_a_weight_that_leaves_the_next_one_unaligned_is_named(self):
+        config = tiny_config(self.folder, steps=1)
+        config["model"]["d_model"] = 24
+        config["optimizer"]["schedule"]["warmup_steps"] = 0
+        self.run_ok("train", self.write_config(config))
+        refused = parka("export", self.path("run"), "--out", self.path("out"), "--quantize", "nf4")
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("--quantize: model.layers.0.self_attn.k_proj.weight [24, 24] has 576 elements, no multiple of 256", refused.stderr)
+        self.assertFalse(os.path.exists(self.path("out")))
 
     def test_weights_of_fp16_are_rounded_to_it_and_fp4_has_their_zero(self):
         source, model, out = os.path.join(FIXTURES, "nf4"), os.path.join(self.folder, "model"), os.path.join(self.folder, "out")

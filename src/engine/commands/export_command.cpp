@@ -497,25 +497,27 @@ class Exporter {
     };
     const std::vector<SafetensorsEntry>& plain = layout_.files.front().header.tensors;
     std::vector<SafetensorsEntry> entries;
+    int64_t offset = 0;
+    const HuggingFaceTensor* before = nullptr;  // the last one in 4 bits
+    const auto add = [&](SafetensorsEntry entry) {
+      if (offset % size_of(entry.dtype) != 0) {
+        PARKA_REQUIRE(before != nullptr);  // all others have even numbers of elements
+        refuse_to_quantize(*before);
+      }
+      offset += num_bytes_of(entry.dtype, entry.shape);
+      entries.push_back(std::move(entry));
+    };
     for (const SafetensorsEntry& entry : plain) {
       const HuggingFaceTensor& tensor = *find(entry.name);
       if (!is_linear(tensor)) {
-        entries.push_back({.name = entry.name, .dtype = entry.dtype, .shape = entry.shape});
+        add({.name = entry.name, .dtype = entry.dtype, .shape = entry.shape});
         continue;
       }
       for (SafetensorsEntry& part :
            bitsandbytes_entries(format_4bit(), entry.name, tensor.shape.at(0), tensor.shape.at(1))) {
-        entries.push_back(std::move(part));
+        add(std::move(part));
       }
-    }
-    int64_t offset = 0;
-    for (const SafetensorsEntry& entry : entries) {
-      if (offset % size_of(entry.dtype) != 0) {
-        throw_bad_input(
-            "{}: --quantize needs linear weights of a multiple of 256 elements; {} comes behind another",
-            checkpoint_.path(), entry.name);
-      }
-      offset += num_bytes_of(entry.dtype, entry.shape);
+      before = &tensor;
     }
     OutputFile file(path);
     file.write(as_bytes(encode_safetensors_header(entries, {{"format", "pt"}})));
@@ -533,6 +535,14 @@ class Exporter {
     }
     file.sync();
     file.close();
+  }
+
+  [[noreturn]] void refuse_to_quantize(const HuggingFaceTensor& tensor) const {
+    const int64_t rows = tensor.shape.at(0), cols = tensor.shape.at(1);
+    throw_bad_input(
+        "{}: --quantize: {} [{}, {}] has {} elements, no multiple of 256, and what follows it in the file would not be "
+        "aligned; export without --quantize, and let transformers quantize that when it loads it (load_in_4bit)",
+        checkpoint_.path(), tensor.name, rows, cols, rows * cols);
   }
 
   void check_range(std::span<const float> values, const std::vector<std::byte>& bytes,
