@@ -170,6 +170,13 @@ class Adapters(RunFolder):
         run_in(here, "import", os.path.join(os.path.dirname(fixture), "qwen2_tied"), "--out", "model")
         run_in(other, "export", os.path.join(moved, "adapters"), "--out", "of_moved_again")
         self.assertEqual(tree_digest(os.path.join(other, "of_moved_again")), expected)
+        # The base alone has moved, to a place that nothing but --base names.
+        os.rename(os.path.join(moved, "model"), os.path.join(other, "base"))
+        run_in(other, "export", os.path.join(moved, "adapters"), "--base", "base", "--out", "of_base")
+        self.assertEqual(tree_digest(os.path.join(other, "of_base")), expected)
+        refused = parka("export", os.path.join(other, "base"), "--base", moved, "--out", os.path.join(other, "of_all"))
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("has all of its weights, so --base", refused.stderr)
 
     def test_a_base_is_found_by_its_weights(self):
         def run_in(folder, code, *arguments):
@@ -198,12 +205,17 @@ class Adapters(RunFolder):
         self.assertIn(f"put it back as {self.folder}/project/models/llama or {self.folder}/moved/models/llama, or name its place", gone)
         run_in("moved", 0, "import", self.path("downloaded"), "--out", "models/llama")
         self.assertEqual(run_in("moved", 0, "eval", "runs/llama", "--json"), loss.replace("/project/", "/moved/"))
+        run_in("moved", 0, "export", "runs/llama", "--out", "whole")
+        exported = tree_digest(self.path("moved/whole"))
         # Where it is named.
         os.rename(self.path("moved/models/llama"), self.path("base"))
         run_in("moved", 2, "generate", "runs/llama", "--prompt-tokens", "1,2", "--tokens", "2")
         named = f"checkpoint.init_from={self.folder}/base"
         run_in("moved", 0, "generate", "runs/llama", "--prompt-tokens", "1,2", "--tokens", "2", "--set", named)
         run_in("moved", 0, "eval", "runs/llama", "--set", named)
+        self.assertIn("export: --base FOLDER", run_in("moved", 2, "export", "runs/llama", "--out", "exported"))
+        run_in("moved", 0, "export", "runs/llama", "--base", "../base", "--out", "exported")
+        self.assertEqual(tree_digest(self.path("moved/exported")), exported)
         # A run that goes on with the adapters from another folder names the place where it found the base.
         os.rename(self.path("base"), self.path("moved/models/llama"))
         on = [*train[:1], "moved/models/llama/config.json", *train[2:], "--set=checkpoint.init_from=moved/runs/llama", "--set=checkpoint.folder=on"]

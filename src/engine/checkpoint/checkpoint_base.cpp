@@ -137,7 +137,7 @@ void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group, const std
             : "";
     throw_bad_input(
         "{}: has what was trained alone, and the checkpoint with the other weights is gone{}; put it back as {}, or name "
-        "its place (parka train, eval and generate: --set checkpoint.init_from=FOLDER)",
+        "its place (parka train, eval and generate: --set checkpoint.init_from=FOLDER; export: --base FOLDER)",
         checkpoint.path(), not_it, fmt::join(places, " or "));
   }
   const std::optional<std::string> path = first_same(found, *described);

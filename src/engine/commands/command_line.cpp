@@ -364,6 +364,12 @@ void add_export(CLI::App& app, ExportOptions& options) {
                   "Hugging Face folder to copy the tokenizer and other settings from (default: the imported model "
                   "that the weights come from)")
       ->type_name("FOLDER");
+  command
+      .add_option(
+          "--base", options.base,
+          "Checkpoint or run folder that adapters or a side network were trained beside, where it has moved "
+          "(default: where the run names it)")
+      ->type_name("FOLDER");
   CLI::Option& shard_size = *command.add_option(
       "--shard-size", options.shard_size,
       "Largest size of a weight file, e.g. 5GB (default: split like the imported model, else 50GB)");

@@ -54,7 +54,7 @@ class Exporter {
  public:
   explicit Exporter(const ExportOptions& options)
       : options_(options),
-        checkpoint_(open_checkpoint(options.checkpoint)),
+        checkpoint_(open_whole(options)),
         config_(config_of(checkpoint_, {})),
         table_(make_parameter_table(config_.model, false)),
         weights_(checkpoint_, table_.all, lora_adapters(config_)) {
@@ -72,8 +72,9 @@ class Exporter {
     }
     // What the weights come from says how they are laid out; --like, what goes along with them, or the tokenizer
     // that the run keeps.
-    if (options.like.empty()) tokenizer_ = find_tokenizer(checkpoint_.path(), checkpoint_.state());
-    origin_ = find_origin(checkpoint_.path(), checkpoint_.state(), [&](const std::string& gone) {
+    const json state = state_with_base();
+    if (options.like.empty()) tokenizer_ = find_tokenizer(checkpoint_.path(), state);
+    origin_ = find_origin(checkpoint_.path(), state, [&](const std::string& gone) {
       if (!options.like.empty() || tokenizer_) return;
       log_warning("{}, named by checkpoint.init_from, is gone, so the tokenizer is unknown; give --like FOLDER",
                   gone);
@@ -153,6 +154,25 @@ class Exporter {
   }
 
  private:
+  static LoadedCheckpoint open_whole(const ExportOptions& options) {
+    if (options.base.empty()) return open_checkpoint(options.checkpoint);
+    LoadedCheckpoint checkpoint = open_checkpoint(options.checkpoint, {"checkpoint.init_from=" + options.base});
+    if (!has_base(checkpoint)) {
+      throw_bad_input("{}: has all of its weights, so --base {} is not needed; leave it out", checkpoint.path(),
+                      options.base);
+    }
+    return checkpoint;
+  }
+
+  // The state, in which the base is named by the place where it was found.
+  json state_with_base() const {
+    json state = checkpoint_.state();
+    if (checkpoint_.base() == nullptr) return state;
+    state.erase(kBaseKey);
+    state["config"]["checkpoint"]["init_from"] = checkpoint_.base()->path();
+    return state;
+  }
+
   // Its config.json as text and parsed.
   static std::pair<std::string, json> read_config(const HuggingFaceOrigin& origin) {
     const std::string path = (fs::path(origin.folder) / kHuggingFaceConfigName).string();
