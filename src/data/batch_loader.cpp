@@ -62,14 +62,7 @@ BatchLoader::BatchLoader(const TokenFiles& files, const BatchLoaderOptions& opti
   thread_ = start_thread("reads the data", [this] { read_ahead(); });
 }
 
-BatchLoader::~BatchLoader() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  changed_.notify_all();
-  thread_.join();
-}
+BatchLoader::~BatchLoader() { stop_thread(thread_, mutex_, changed_, stopping_); }
 
 void BatchLoader::wait_for(size_t count, std::unique_lock<std::mutex>& lock) {
   const auto available = [&] { return ready_.size() >= count || error_; };

@@ -14,6 +14,21 @@ TEST_CASE("A thread runs what it was started for", "[parallel]") {
   CHECK(value == 7);
 }
 
+TEST_CASE("A thread that waits is told to stop, and waited for", "[parallel]") {
+  std::mutex mutex;
+  std::condition_variable changed;
+  bool stopping = false, ended = false;
+  std::thread thread = start_thread("waits", [&] {
+    std::unique_lock lock(mutex);
+    changed.wait(lock, [&] { return stopping; });
+    ended = true;
+  });
+  stop_thread(thread, mutex, changed, stopping);
+  CHECK(ended);
+  CHECK_FALSE(thread.joinable());
+  stop_thread(thread, mutex, changed, stopping);  // which has ended
+}
+
 TEST_CASE("Where the system allows no further thread the error names the limits", "[parallel]") {
   std::string message;
   try {

@@ -24,12 +24,7 @@ CheckpointSaver::CheckpointSaver(std::string folder, SaveOptions options)
       thread_(start_thread("saves checkpoints", [this] { work(); })) {}
 
 CheckpointSaver::~CheckpointSaver() {
-  {
-    std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  changed_.notify_all();
-  thread_.join();
+  stop_thread(thread_, mutex_, changed_, stopping_);
   if (!failure_ || !options_.report) return;
   try {
     std::rethrow_exception(failure_);

@@ -98,14 +98,7 @@ BlockReadAhead::BlockReadAhead(const std::vector<VerifiedFile>& files, std::vect
   }
 }
 
-BlockReadAhead::~BlockReadAhead() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  changed_.notify_all();
-  if (thread_.joinable()) thread_.join();
-}
+BlockReadAhead::~BlockReadAhead() { stop_thread(thread_, mutex_, changed_, stopping_); }
 
 ByteSpan BlockReadAhead::read(size_t index) {
   const BlockRange& range = ranges_[index];

@@ -70,14 +70,7 @@ SavedHook::SavedHook(std::string on_saved, Listener listener)
   thread_ = start_thread("runs checkpoint.on_saved", [this] { work(); });
 }
 
-SavedHook::~SavedHook() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  changed_.notify_all();
-  thread_.join();
-}
+SavedHook::~SavedHook() { stop_thread(thread_, mutex_, changed_, stopping_); }
 
 void SavedHook::run(const std::string& path) {
   {

@@ -60,12 +60,7 @@ PowerSampler::PowerSampler(PowerCounter& counter)
 PowerSampler::~PowerSampler() { stop(); }
 
 PowerUse PowerSampler::stop() {
-  {
-    const std::lock_guard lock(mutex_);
-    stop_ = true;
-  }
-  stopped_.notify_all();
-  if (thread_.joinable()) thread_.join();
+  stop_thread(thread_, mutex_, stopped_, stop_);
   return mean_power(samples_);
 }
 

@@ -31,12 +31,7 @@ CudaStaging::CudaStaging(int ordinal, cudaStream_t stream, int64_t bytes)
 }
 
 CudaStaging::~CudaStaging() {
-  {
-    const std::lock_guard lock(mutex_);
-    stopping_ = true;
-  }
-  changed_.notify_all();
-  thread_.join();
+  stop_thread(thread_, mutex_, changed_, stopping_);
   cudaStreamSynchronize(copies_);
   release_memory();
   for (const cudaEvent_t event : events_) cudaEventDestroy(event);
