@@ -271,6 +271,40 @@ TEST_CASE("micro-batches between the first and the last are each as one that is 
                                             queued, wait(4), work(3)}));
 }
 
+TEST_CASE("a step of very many micro-batches is predicted from its first ones", "[engine][step model]") {
+  constexpr int64_t kRanks = 4, kMany = 2000;
+  const TemporaryFolder folder;
+  Links links = kByteASecond;
+  links.interference = 0.5;
+  links.host_bandwidth = 1;
+  // Nothing is hidden, a part, and nearly all.
+  const double block = GENERATE(1.0, 500.0, 5e4);
+  for (int64_t stage = 0; stage <= 3; ++stage) {
+    CAPTURE(block, stage);
+    Config config = step_config(folder.path().string(), "bf16", stage, true, 3, kRanks);
+    config.optimizer.offload = stage > 0;
+    config.precision.offload_weights = stage > 0;
+    RecordedStep step = record_step(config, kRanks), each = step;
+    REQUIRE(step.parts.size() > 2);
+    step.parts[1].times = kMany;
+    each.parts[1].times = 1;
+    each.parts.insert(each.parts.begin() + 1, kMany - 1, each.parts[1]);
+    const std::vector<StepAction> actions = step_actions(step, per_op(10, block)),
+                                  all = step_actions(each, per_op(10, block));
+    CHECK(actions.size() < all.size() / 10);
+    const StepPrediction got = predict_step(actions, links, kRanks), want = predict_step(all, links, kRanks);
+    CHECK(got.seconds == Approx(want.seconds));
+    CHECK(got.compute_seconds == Approx(want.compute_seconds));
+    CHECK(got.slowed_seconds == Approx(want.slowed_seconds));
+    CHECK(got.exposed_seconds == Approx(want.exposed_seconds));
+    CHECK(got.host_exposed_seconds == Approx(want.host_exposed_seconds));
+    CHECK(got.communication_seconds == Approx(want.communication_seconds));
+    CHECK(got.communicated_bytes == Approx(want.communicated_bytes));
+    CHECK(got.host_bytes_in == Approx(want.host_bytes_in));
+    CHECK(got.host_bytes_out == Approx(want.host_bytes_out));
+  }
+}
+
 TEST_CASE("gradients are cleared where they are written anew, and pieces of them are summed in every micro-batch",
           "[engine][step model]") {
   constexpr int64_t kRanks = 4, kMicroBatches = 3;

@@ -94,7 +94,6 @@ Fit find_fit(const PlanOptions& options) {
   std::optional<StepMeasurement> one;
   std::optional<ChangedSteps> steps;
   if (!options.measured_path.empty()) {
-    require_predicted_batch(as_given, options.num_gpus);
     one = read_step_measurement(options.measured_path);
     steps.emplace(*one, as_given, links_of(options, one->copy_bandwidth), options.num_gpus,
                   1 + 0.01 * options.slowest_gpu);

@@ -140,7 +140,7 @@ struct StepPlan {
 };
 
 StepPlan plan_step(const Config& config, const PlanOptions& options) {
-  require_predicted_batch(config, options.num_gpus);
+  require_whole_micro_batches(config, options.num_gpus);
   StepPlan plan;
   plan.one = read_step_measurement(options.measured_path);
   plan.links = links_of(options, plan.one.copy_bandwidth);

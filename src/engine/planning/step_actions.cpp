@@ -1,5 +1,6 @@
 #include "engine/planning/step_actions.h"
 
+#include <algorithm>
 #include <variant>
 
 #include "core/error.h"
@@ -8,6 +9,8 @@ namespace parka {
 namespace {
 
 using Kind = StepAction::Kind;
+
+constexpr int64_t kMostPutDown = 64;  // of the times that a part is queued
 
 Kind kind_of(RecordedCollective::Kind kind) {
   switch (kind) {
@@ -67,7 +70,11 @@ std::vector<StepAction> step_actions(const RecordedStep& step, const WorkSeconds
   for (const RecordedStep::Part& part : step.parts) {
     PartActions once(seconds);
     for (const RecordedStep::Work& work : part.work) std::visit(once, work);
-    for (int64_t i = 0; i < part.times; ++i) {
+    const int64_t times = std::min(part.times, kMostPutDown);
+    for (int64_t i = 0; i < times; ++i) {
+      if (i + 1 == times && times < part.times) {
+        actions.push_back({.kind = Kind::kRepeat, .number = once.actions().size(), .times = part.times - times});
+      }
       for (StepAction action : once.actions()) {
         if (action.kind == Kind::kWait) {
           PARKA_REQUIRE(action.number < queued);

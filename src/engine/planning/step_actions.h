@@ -10,12 +10,24 @@ namespace parka {
 
 // One thing that a rank queues in a step of training, as the step model takes it.
 struct StepAction {
-  enum class Kind : uint8_t { kCompute, kAllReduce, kReduceScatter, kAllGather, kAllToAll, kWait, kTransfer };
+  enum class Kind : uint8_t {
+    kCompute,
+    kAllReduce,
+    kReduceScatter,
+    kAllGather,
+    kAllToAll,
+    kWait,
+    kTransfer,
+    kRepeat
+  };
   Kind kind = Kind::kCompute;
   double seconds = 0;  // kCompute: with nothing beside it
   int64_t bytes = 0;   // collectives: see RecordedCollective
   Peers peers = Peers::kAll;
-  uint64_t number = 0;             // kWait: for which collective of the step, counted from 1
+  // kWait: for which collective of the step, counted from 1, without those that are not put down; kRepeat: how many
+  // of the next actions are queued `times` more times, which are not put down
+  uint64_t number = 0;
+  int64_t times = 0;
   RecordedTransfer transfer = {};  // kTransfer: to or from host memory
 
   bool operator==(const StepAction&) const = default;
@@ -29,7 +41,8 @@ struct WorkSeconds {
 };
 
 // The whole step. Work that nothing comes between is one action, but for that of several micro-batches. Adding up
-// pieces runs beside other work, which is taken to leave no multiprocessor idle for it.
+// pieces runs beside other work, which is taken to leave no multiprocessor idle for it. Of a part that is queued
+// very often only the first times are put down: by then each takes as long as the one before.
 std::vector<StepAction> step_actions(const RecordedStep& step, const WorkSeconds& seconds);
 
 // What all of the step's own work takes.

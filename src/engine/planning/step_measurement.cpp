@@ -156,17 +156,6 @@ void require_whole_micro_batches(const Config& config, int64_t num_gpus) {
       config.training.global_batch_size, config.training.micro_batch_size, num_gpus, divided_by_context(config));
 }
 
-void require_predicted_batch(const Config& config, int64_t num_gpus) {
-  constexpr int64_t kMostMicroBatches = 16384;
-  require_whole_micro_batches(config, num_gpus);
-  const int64_t micro_batches = config.micro_batches_per_step(num_gpus);
-  if (micro_batches <= kMostMicroBatches) return;
-  throw_bad_input(
-      "training.global_batch_size {} is {} micro-batches on each GPU, and a step of more than {} is not "
-      "predicted: make it smaller",
-      config.training.global_batch_size, micro_batches, kMostMicroBatches);
-}
-
 std::set<std::string> StepMeasurement::one_kernel() const {
   std::set<std::string> names;
   for (const OpSummary& op : ops) {

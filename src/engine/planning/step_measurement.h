@@ -34,9 +34,8 @@ struct StepMeasurement {
 // Throws Error(kBadInput) for a file that is none, or has times that cannot be.
 StepMeasurement read_step_measurement(const std::string& path);
 
-// Throw Error(kBadInput) unless a step has whole micro-batches, and no more of them than a prediction takes.
+// Throws Error(kBadInput) unless a step has whole micro-batches.
 void require_whole_micro_batches(const Config& config, int64_t num_gpus);
-void require_predicted_batch(const Config& config, int64_t num_gpus);
 
 // What work takes by a measurement on one GPU, so that the measured step takes `slowest` times as long. Throws
 // Error(kBadInput) for a measurement on several GPUs.

@@ -78,6 +78,67 @@ void transfer(const RecordedTransfer& what, const Links& links, StreamTimeline& 
   }
 }
 
+// What the actions so far take.
+class PredictedStep {
+ public:
+  PredictedStep(const Links& links, int64_t num_gpus, int64_t shard_size, int64_t context_size)
+      : links_(links), num_gpus_(num_gpus), shard_size_(shard_size), context_size_(context_size) {}
+
+  void queue(const StepAction& action) {
+    switch (action.kind) {
+      case Kind::kCompute:
+        timeline_.compute(action.seconds);
+        prediction_.compute_seconds += action.seconds;
+        break;
+      case Kind::kWait: timeline_.wait(action.number); break;
+      case Kind::kTransfer: transfer(action.transfer, links_, timeline_, prediction_); break;
+      case Kind::kAllReduce:
+      case Kind::kReduceScatter:
+      case Kind::kAllGather:
+      case Kind::kAllToAll: queue_collective(action); break;
+      case Kind::kRepeat: throw_internal("a repetition within another");
+    }
+  }
+
+  void repeat_since(const PredictedStep& before, int64_t times) {
+    timeline_.repeat_since(before.timeline_, times);
+    for (const auto sum : {&StepPrediction::compute_seconds, &StepPrediction::communicated_bytes,
+                           &StepPrediction::host_bytes_in, &StepPrediction::host_bytes_out}) {
+      prediction_.*sum += static_cast<double>(times) * (prediction_.*sum - before.prediction_.*sum);
+    }
+  }
+
+  StepPrediction prediction() const {
+    StepPrediction result = prediction_;
+    result.seconds = timeline_.now();
+    result.slowed_seconds = timeline_.slowed_seconds();
+    result.exposed_seconds = timeline_.exposed_seconds();
+    result.host_exposed_seconds = timeline_.host_exposed_seconds();
+    result.communication_seconds = timeline_.communication_seconds();
+    return result;
+  }
+
+ private:
+  void queue_collective(const StepAction& action) {
+    const Group group = group_of(action.peers, links_, num_gpus_, shard_size_, context_size_);
+    if (group.num_gpus == 1) {
+      timeline_.collective(0, 0);
+      return;
+    }
+    const double seconds = collective_seconds(group.links, group.num_gpus, action.kind, action.bytes);
+    PARKA_REQUIRE(links_.memory_bandwidth > 0);
+    const double in_memory = bytes_in_memory(group.num_gpus, action.kind, action.bytes) / links_.memory_bandwidth;
+    constexpr double kMost = 0.9;  // something gets on
+    timeline_.collective(seconds, std::min(kMost, links_.interference * in_memory / seconds));
+    prediction_.communicated_bytes += bytes_sent(group.num_gpus, action.kind, action.bytes);
+  }
+
+  const Links& links_;
+  int64_t num_gpus_, shard_size_, context_size_;
+  StreamTimeline timeline_;
+  StepPrediction prediction_;  // but for the times, which the timeline has
+};
+
 }  // namespace
 
 double collective_seconds(const Links& links, int64_t num_gpus, Kind kind, int64_t bytes) {
@@ -102,43 +163,18 @@ double collective_seconds(const Links& links, int64_t num_gpus, Kind kind, int64
 
 StepPrediction predict_step(const std::vector<StepAction>& actions, const Links& links, int64_t num_gpus,
                             int64_t shard_size, int64_t context_size) {
-  StreamTimeline timeline;
-  StepPrediction prediction;
-  for (const StepAction& action : actions) {
-    switch (action.kind) {
-      case Kind::kCompute:
-        timeline.compute(action.seconds);
-        prediction.compute_seconds += action.seconds;
-        break;
-      case Kind::kWait: timeline.wait(action.number); break;
-      case Kind::kTransfer: transfer(action.transfer, links, timeline, prediction); break;
-      case Kind::kAllReduce:
-      case Kind::kReduceScatter:
-      case Kind::kAllGather:
-      case Kind::kAllToAll: {
-        const Group group =
-            group_of(action.peers, links, num_gpus, shard_size == 0 ? num_gpus : shard_size, context_size);
-        if (group.num_gpus == 1) {
-          timeline.collective(0, 0);
-          break;
-        }
-        const double seconds = collective_seconds(group.links, group.num_gpus, action.kind, action.bytes);
-        PARKA_REQUIRE(links.memory_bandwidth > 0);
-        const double in_memory =
-            bytes_in_memory(group.num_gpus, action.kind, action.bytes) / links.memory_bandwidth;
-        constexpr double kMost = 0.9;  // something gets on
-        timeline.collective(seconds, std::min(kMost, links.interference * in_memory / seconds));
-        prediction.communicated_bytes += bytes_sent(group.num_gpus, action.kind, action.bytes);
-        break;
-      }
+  PredictedStep step(links, num_gpus, shard_size == 0 ? num_gpus : shard_size, context_size);
+  for (size_t i = 0; i < actions.size(); ++i) {
+    if (actions[i].kind != Kind::kRepeat) {
+      step.queue(actions[i]);
+      continue;
     }
+    const PredictedStep before = step;
+    const StepAction& repeat = actions[i];
+    for (uint64_t n = 0; n < repeat.number; ++n) step.queue(actions[++i]);
+    step.repeat_since(before, repeat.times);
   }
-  prediction.seconds = timeline.now();
-  prediction.slowed_seconds = timeline.slowed_seconds();
-  prediction.exposed_seconds = timeline.exposed_seconds();
-  prediction.host_exposed_seconds = timeline.host_exposed_seconds();
-  prediction.communication_seconds = timeline.communication_seconds();
-  return prediction;
+  return step.prediction();
 }
 
 }  // namespace parka

@@ -25,8 +25,7 @@ void StreamTimeline::compute(double seconds) {
 void StreamTimeline::collective(double seconds, double interference) {
   PARKA_REQUIRE(seconds >= 0 && interference >= 0 && interference < 1);
   communication_ += seconds;
-  const double start = collectives_.empty() ? now_ : std::max(now_, collectives_.back().end);
-  collectives_.push_back({start + seconds, interference});
+  collectives_.push_back({std::max(now_, collectives_end()) + seconds, interference});
 }
 
 void StreamTimeline::wait(uint64_t number) {
@@ -48,6 +47,25 @@ void StreamTimeline::wait_loaded(size_t slot) { wait_for_host(loaded_.at(slot));
 void StreamTimeline::save(double seconds) { saves_end_ = std::max(saves_end_, now_) + seconds; }
 
 void StreamTimeline::wait_saved() { wait_for_host(saves_end_); }
+
+void StreamTimeline::repeat_since(const StreamTimeline& before, int64_t times) {
+  const auto repeat = [&](double& value, double value_before) {
+    value += static_cast<double>(times) * (value - value_before);
+  };
+  // The collectives of the last time are the only ones that later work can wait for, or run beside.
+  const double later = static_cast<double>(times) * (collectives_end() - before.collectives_end());
+  for (size_t i = before.collectives_.size(); i < collectives_.size(); ++i) collectives_[i].end += later;
+  for (auto& [slot, end] : loaded_) {
+    if (const auto found = before.loaded_.find(slot); found != before.loaded_.end()) repeat(end, found->second);
+  }
+  repeat(now_, before.now_);
+  repeat(slowed_, before.slowed_);
+  repeat(exposed_, before.exposed_);
+  repeat(communication_, before.communication_);
+  repeat(loads_end_, before.loads_end_);
+  repeat(saves_end_, before.saves_end_);
+  repeat(host_exposed_, before.host_exposed_);
+}
 
 void StreamTimeline::wait_for_host(double until) {
   if (until <= now_) return;

@@ -26,6 +26,9 @@ class StreamTimeline {
   void save(double seconds);
   void wait_saved();
 
+  // As if what was queued since `before` were queued so many times more, each of which takes as long.
+  void repeat_since(const StreamTimeline& before, int64_t times);
+
   double now() const { return now_; }  // when the work queued so far is done
   // Parts of now(): what work took longer for collectives beside it, and what it waited for them.
   double slowed_seconds() const { return slowed_; }
@@ -36,6 +39,7 @@ class StreamTimeline {
 
  private:
   void wait_for_host(double until);
+  double collectives_end() const { return collectives_.empty() ? now_ : collectives_.back().end; }
 
   struct Collective {
     double end, interference;
