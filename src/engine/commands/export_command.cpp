@@ -8,8 +8,6 @@
 #include <unordered_map>
 #include <utility>
 
-#include <fmt/ranges.h>
-
 #include "core/error.h"
 #include "core/log/log.h"
 #include "engine/checkpoint/checkpoint_base.h"
@@ -123,7 +121,7 @@ class Exporter {
         copy_to_new_file((fs::path(*folder) / name).string(), draft / name);
       }
     }
-    check_pixel_statistics(draft / ".");
+    if (model_.vision.exists()) require_pixel_statistics(draft / ".", model_.vision.tower, checkpoint_.path());
     if (is_quantized()) {
       write_quantized(draft / kHuggingFaceFileName);
       draft.publish();
@@ -222,24 +220,6 @@ class Exporter {
     throw_bad_input(
         "{}: its pictures have {}, and those of --like {} {}; give the folder of a model that sees as this one does",
         checkpoint_.path(), sizes(ours), options_.like, sizes(theirs));
-  }
-
-  // Pixels are scaled by what a preprocessor_config.json says, which comes from elsewhere: a folder that says
-  // something else, or nothing, would be another model.
-  void check_pixel_statistics(const std::string& folder) const {
-    if (!model_.vision.exists()) return;
-    const TowerConfig& wanted = model_.vision.tower;
-    TowerConfig read;
-    read.kind = wanted.kind;
-    read.image_size = wanted.image_size;
-    set_usual_statistics(read);
-    read_pixel_statistics(folder, read);
-    if (read.pixel_mean == wanted.pixel_mean && read.pixel_deviation == wanted.pixel_deviation) return;
-    throw_bad_input(
-        "{}: model.vision.pixel_mean = [{}] and pixel_deviation = [{}] would be read as [{}] and [{}]: config.json has "
-        "no place for them; give --like FOLDER, of a model whose preprocessor_config.json has them",
-        checkpoint_.path(), fmt::join(wanted.pixel_mean, ", "), fmt::join(wanted.pixel_deviation, ", "),
-        fmt::join(read.pixel_mean, ", "), fmt::join(read.pixel_deviation, ", "));
   }
 
   // The folder of the files that go along.
@@ -458,7 +438,7 @@ class Exporter {
       const char* part = name == "preprocessor_config.json" ? kVilaTower : kVilaText;
       copy_to_new_file((fs::path(*folder) / name).string(), draft / part + "/" + name);
     }
-    check_pixel_statistics(draft / kVilaTower);
+    require_pixel_statistics(draft / kVilaTower, model_.vision.tower, checkpoint_.path());
     for (const char* part : {kVilaText, kVilaTower, kVilaProjector}) sync_directory(draft / part);
     draft.publish();
   }

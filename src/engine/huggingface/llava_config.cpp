@@ -6,6 +6,8 @@
 #include <filesystem>
 #include <utility>
 
+#include <fmt/ranges.h>
+
 #include "data/read_only_file.h"
 #include "engine/huggingface/config_reader.h"
 #include "engine/huggingface/huggingface_weights.h"
@@ -303,6 +305,20 @@ void read_pixel_statistics(const std::string& folder, TowerConfig& tower) {
     if (config.find("image_std") != nullptr) tower.pixel_deviation = three_numbers(config, "image_std");
     return;
   }
+}
+
+void require_pixel_statistics(const std::string& folder, const TowerConfig& tower, const std::string& model) {
+  TowerConfig read;
+  read.kind = tower.kind;
+  read.image_size = tower.image_size;
+  set_usual_statistics(read);
+  read_pixel_statistics(folder, read);
+  if (read.pixel_mean == tower.pixel_mean && read.pixel_deviation == tower.pixel_deviation) return;
+  throw_bad_input(
+      "{}: model.vision.pixel_mean = [{}] and pixel_deviation = [{}] would be read as [{}] and [{}]: config.json has "
+      "no place for them; give --like FOLDER, of a model whose preprocessor_config.json has them",
+      model, fmt::join(tower.pixel_mean, ", "), fmt::join(tower.pixel_deviation, ", "),
+      fmt::join(read.pixel_mean, ", "), fmt::join(read.pixel_deviation, ", "));
 }
 
 }  // namespace parka

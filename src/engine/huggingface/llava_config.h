@@ -41,4 +41,8 @@ void set_usual_statistics(TowerConfig& tower);
 // become squares of another size than tower.image_size, or by another filter than a bicubic one.
 void read_pixel_statistics(const std::string& folder, TowerConfig& tower);
 
+// Throws Error(kBadInput) of the `model` that is exported unless what is read of the folder is the tower's mean and
+// deviation. They come from a file that goes along: where it says others, or is not there, it is another model.
+void require_pixel_statistics(const std::string& folder, const TowerConfig& tower, const std::string& model);
+
 }  // namespace parka
