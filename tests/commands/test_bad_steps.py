@@ -61,8 +61,24 @@ class BadSteps(RunFolder):
         self.assert_ended(result, "step 6: loss", "2 steps in a row were skipped .*; step 6 is saved$")
         self.assertEqual(len(re.findall("; skipped$", result.stderr, re.MULTILINE)), 1)
         self.assertEqual(checkpoints(self.run_folder), ["step_00000003", "step_00000006"])
-        self.assert_ended(self.train(self.config), "step 8: loss", "step 8 is saved")
-        self.assertEqual([record["step"] for record in metrics(self.run_folder)], list(range(1, 9)))
+        self.assert_ended(self.train(self.config), "step 7: loss", "3 steps in a row were skipped .*; step 7 is saved$")
+        self.assertEqual([record["step"] for record in metrics(self.run_folder)], list(range(1, 8)))
+
+    def test_skipped_steps_of_earlier_starts_count(self):
+        self.good_steps()
+        self.config["training"].update(non_finite="skip", max_skipped_steps=4)
+        for steps in (5, 7):
+            self.config["training"]["steps"] = steps
+            self.assert_exit(self.train(self.config), 0)
+        self.assertEqual(checkpoints(self.run_folder), [f"step_{step:08}" for step in (3, 5, 7)])
+        self.config["training"]["steps"] = 20
+        self.assert_ended(self.train(self.config), "step 8: loss", "4 steps in a row were skipped .*; step 8 is saved$")
+
+    def test_a_step_that_is_taken_back_does_not_count_as_skipped(self):
+        self.good_steps()
+        self.assert_ended(self.train(self.config), "step 5: loss", "step 4 is saved")
+        self.config["training"].update(non_finite="skip", max_skipped_steps=2)
+        self.assert_ended(self.train(self.config), "step 6: loss", "2 steps in a row were skipped")
 
     def test_saves_between_skipped_steps_remove_no_older_checkpoint(self):
         self.good_steps()

@@ -88,6 +88,21 @@ TEST_CASE("the last norm of a run is read back, or refused", "[engine][checkpoin
   }
 }
 
+TEST_CASE("the skipped steps of a run are read back, or refused", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  json state = state_of_a_run();
+  CHECK(read_progress(saved(folder, state)).skipped_in_a_row == 0);
+  state["skipped_in_a_row"] = 2;  // the other three of the five steps were updates
+  const TemporaryFolder other;
+  CHECK(read_progress(saved(other, state)).skipped_in_a_row == 2);
+  for (const json& bad : {json("2"), json(-1), json(3)}) {
+    const std::string message = refusal([&](json& changed) { changed["skipped_in_a_row"] = bad; }, read_progress);
+    CAPTURE(message);
+    CHECK((message.find("\"skipped_in_a_row\"") != std::string::npos ||
+           message.find("3 steps skipped since") != std::string::npos));
+  }
+}
+
 TEST_CASE("a state that lacks something or has it in another type is refused by name", "[engine][checkpoint]") {
   const auto says = [](const std::string& message, const char* part) {
     CAPTURE(message, part);

@@ -477,6 +477,24 @@ TEST_CASE("a step without targets is no measure of what a spike is", "[engine][t
   CHECK(recent == std::vector<size_t>{1, 1, 2});
 }
 
+TEST_CASE("a finite step ends the count of skipped ones that a run was restored with", "[engine][training_run]") {
+  const TemporaryFolder folder;
+  const Config config = tiny_config(folder.path().string(), "bf16");
+  const auto device = make_cpu_device();
+  TrainingRun run(config, *device, alone()), restored(config, *device, alone());
+  run.initialize();
+  for (int i = 0; i < 4; ++i) run.step();
+  CHECK(!run.snapshot().state.contains("skipped_in_a_row"));
+  restored.restore(saved(run, folder / "run", [](CheckpointContents& contents) {
+    contents.state["applied_steps"] = 2;
+    contents.state["skipped_in_a_row"] = 2;
+  }));
+  CHECK(restored.skipped_in_a_row() == 2);
+  CHECK(restored.snapshot().state.at("skipped_in_a_row") == 2);
+  restored.step();
+  CHECK(restored.skipped_in_a_row() == 0);
+}
+
 TEST_CASE("training lowers the loss on data that it sees again", "[engine][training_run][slow]") {
   const TemporaryFolder folder;
   const auto device = make_cpu_device();

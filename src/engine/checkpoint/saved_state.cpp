@@ -37,14 +37,14 @@ bool is_file(const json& file) {
 void check_progress(const LoadedCheckpoint& checkpoint, const SavedProgress& progress) {
   const int64_t step = checkpoint.step(), batch = config_of(checkpoint, {}).training.global_batch_size;
   const auto [epoch, consumed] = progress.position;
-  if (progress.applied_steps <= step && consumed % batch == 0 && epoch <= step &&
-      consumed / batch <= step - epoch) {
+  if (progress.applied_steps <= step && progress.skipped_in_a_row <= step - progress.applied_steps &&
+      consumed % batch == 0 && epoch <= step && consumed / batch <= step - epoch) {
     return;
   }
   throw_bad_input(
-      "{}: its state says {} steps with batches of {} sequences, {} updates, sequence {} of epoch {}: these "
-      "contradict each other; resume from an earlier checkpoint (move this one away)",
-      checkpoint.path(), step, batch, progress.applied_steps, consumed, epoch);
+      "{}: its state says {} steps with batches of {} sequences, {} updates, {} steps skipped since, sequence {} of "
+      "epoch {}: these contradict each other; resume from an earlier checkpoint (move this one away)",
+      checkpoint.path(), step, batch, progress.applied_steps, progress.skipped_in_a_row, consumed, epoch);
 }
 
 double last_norm(const LoadedCheckpoint& checkpoint) {
@@ -120,6 +120,9 @@ SavedProgress read_progress(const LoadedCheckpoint& checkpoint) {
   const json& data = checkpoint.state().at("data");
   SavedProgress progress;
   progress.applied_steps = count(checkpoint, checkpoint.state(), "applied_steps");
+  if (checkpoint.state().contains("skipped_in_a_row")) {
+    progress.skipped_in_a_row = count(checkpoint, checkpoint.state(), "skipped_in_a_row");
+  }
   progress.position = {count(checkpoint, data, "epoch"), count(checkpoint, data, "consumed")};
   const json& fingerprint = member(checkpoint, data, "fingerprint");
   if (!fingerprint.is_number_unsigned()) {

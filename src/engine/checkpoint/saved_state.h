@@ -31,6 +31,7 @@ struct SavedProgress {
   nlohmann::json files;                        // describe_files(); null in a checkpoint that has none
   nlohmann::json source_sequences;             // of a mixture; null where none is known
   double last_norm = 0;                        // of gradients; 0 where optimizer.release_gradients was off
+  int64_t skipped_in_a_row = 0;                // newest steps that were not finite; 0 where the state does not say
   std::vector<SpikeGuard::Step> recent_steps;  // the oldest first; none in a run that had no training.spike_window
 };
 // Throws also for an imported model, which has no progress, and for progress that contradicts the checkpoint's

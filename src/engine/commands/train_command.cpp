@@ -317,8 +317,7 @@ class TrainCommand {
     const auto handle = [&](const std::optional<StepReport>& report) {
       if (!report) return;
       progress.add(*report, record(*report));
-      skipped_in_a_row_ = report->is_finite() ? 0 : skipped_in_a_row_ + 1;
-      if (!report->is_finite() && ends_run(config_, skipped_in_a_row_)) end_at_bad_step(*report);
+      if (!report->is_finite() && ends_run(config_, run_.skipped_in_a_row())) end_at_bad_step(*report);
       if (!report->applied && is_first()) log_skipped_step(*report, config_);
       const bool last = report->step == training.steps;
       if (report->step % training.log_interval == 0 || last) log_line(LogLevel::kInfo, progress.take_line());
@@ -363,7 +362,7 @@ class TrainCommand {
 
   // What is saved while steps are skipped is what the last update has left, which may be their reason.
   void save() {
-    saver_.keep_older(skipped_in_a_row_ > 0);
+    saver_.keep_older(ends_at_bad_step_ || run_.skipped_in_a_row() > 0);
     launch_.watchdog().at(run_.completed_steps(), "saving a checkpoint");
     saver_.save();
   }
@@ -386,9 +385,11 @@ class TrainCommand {
   }
 
   [[noreturn]] void end_at_bad_step(const StepReport& bad) {
+    ends_at_bad_step_ = true;
+    const int64_t skipped = run_.skipped_in_a_row();
     const std::optional<int64_t> saved = save_sound_state(bad);
     hook_.finish_on_all_ranks();
-    throw_bad_step(bad, config_, skipped_in_a_row_, saved);
+    throw_bad_step(bad, config_, skipped, saved);
   }
 
   // Saves what a step that is not finite has left, and returns the step of that state; nothing where it is in no
@@ -494,8 +495,8 @@ class TrainCommand {
   RunRecords records_;
   AttentionWatch attention_watch_;
   int64_t first_step_ = 0;              // completed when this process began to train
-  int64_t skipped_in_a_row_ = 0;        // steps that were not finite, up to the newest
   bool evaluation_is_missing_ = false;  // of that step
+  bool ends_at_bad_step_ = false;
   RunHook hook_;
   RunEvaluation evaluation_;
   RunSaver saver_;  // last: it uses these

@@ -395,6 +395,7 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   completed_steps_ = checkpoint.step();
   hashed_step_ = -1;
   applied_steps_ = progress.applied_steps;
+  skipped_in_a_row_ = progress.skipped_in_a_row;
   last_norm_ = progress.last_norm;
   if (declared_.optimizer.releases_gradients()) declared_.optimizer.set_last_norm(device_, last_norm_);
   spikes_.restore(progress.recent_steps);
@@ -579,6 +580,7 @@ std::optional<StepReport> TrainingRun::finish() {
   report.culprit = std::move(result.culprit);
   last_norm_ = result.grad_norm;
   if (report.applied) ++applied_steps_;
+  skipped_in_a_row_ = report.is_finite() ? 0 : skipped_in_a_row_ + 1;
   if (report.num_targets > 0) spikes_.add({report.loss, report.grad_norm});
   return report;
 }
@@ -587,6 +589,7 @@ void TrainingRun::take_back(const StepReport& step) {
   PARKA_REQUIRE(!unfinished_ && !step.applied && step.step == completed_steps_);
   if (hashed_step_ == completed_steps_) --hashed_step_;  // its update has left everything as it was
   --completed_steps_;
+  if (!step.is_finite()) --skipped_in_a_row_;
   position_ = step.data;
 }
 

@@ -122,6 +122,8 @@ class TrainingRun {
   void take_back(const StepReport& step);
   int64_t completed_steps() const { return completed_steps_; }  // queued ones count
   int64_t applied_steps() const { return applied_steps_; }      // finished ones; 0: the weights are as they began
+  // Steps that were not finite, up to the newest finished one; those before restore() count.
+  int64_t skipped_in_a_row() const { return skipped_in_a_row_; }
 
   // `called` is told before each batch of an evaluation, which may take long.
   void on_evaluation_batch(BeforeEvaluationBatch called) { evaluation_progress_ = std::move(called); }
@@ -230,7 +232,8 @@ class TrainingRun {
   DataPosition position_;      // of the next one, or past the end of the epoch
   int64_t completed_steps_ = 0;
   int64_t applied_steps_ = 0;  // updates done: what bias correction counts
-  double last_norm_ = 0;       // of the newest finished step
+  int64_t skipped_in_a_row_ = 0;
+  double last_norm_ = 0;  // of the newest finished step
   SpikeGuard spikes_;
   std::function<void()> reading_;
   std::optional<UnfinishedStep> unfinished_;

@@ -124,6 +124,7 @@ nlohmann::json TrainingRun::saved_state() const {
   if (!config_.data.weights.empty()) state["data"]["source_sequences"] = data_.source_sequences();
   if (!base_.is_null()) state[kBaseKey] = base_;
   if (config_.optimizer.release_gradients) state["last_norm"] = last_norm_;
+  if (skipped_in_a_row_ > 0) state["skipped_in_a_row"] = skipped_in_a_row_;
   if (config_.training.spike_window == 0) return state;
   nlohmann::json& recent = state["recent_steps"] = nlohmann::json::array();
   for (const SpikeGuard::Step& step : spikes_.steps()) recent.push_back({step.loss, step.grad_norm});
