@@ -2,13 +2,14 @@
 
 A resumed run replaces the file by one without the records that came after its checkpoint; a run begun anew moves it away.
 Then all records are read again, from the first. A file that was rotated away during the run goes on in the new one; when all is
-read again its records come first, as far as the run still has them.
+read again its records come first, as far as the run still has them. One that was cut (copytruncate) is read from its beginning.
 """
 import os
 
 from run_metrics import parse_record
 
 CHUNK = 16 << 20  # bytes of one poll
+LAST = 256        # bytes by which a part is known again
 # What records of a kind have besides their step.
 KEYS = {"eval": ("loss",), "eval_set": ("set", "loss"), "task": ("task", "metric", "score"), "quantization": ("tensors",),
         "moments": ("parameters",), "attention": ("blocks",), "warning": ("about", "raised")}
@@ -64,7 +65,13 @@ class Part:
     def rewind(self):
         self.file.seek(0)
         self.rest = b""  # of a line that is being written
+        self.last = b""  # of what was read
         self.has_begun = self.has_ended = False
+
+    def was_cut(self):
+        """Whether it was made shorter since the last read. It may have grown again, beyond what was read of it."""
+        descriptor, end = self.file.fileno(), self.file.tell()
+        return os.fstat(descriptor).st_size < end or os.pread(descriptor, len(self.last), end - len(self.last)) != self.last
 
     def ends_before(self, record):
         return record.get("kind") != "start" and any(record["step"] > end["step"] or label(record) == label(end) for end in self.ends)
@@ -104,7 +111,7 @@ class Tail:
         if (own.st_dev, own.st_ino) != (status.st_dev, status.st_ino):
             batch = self.read()
             return batch if batch.more else self.open_next(batch.records)
-        if status.st_size < file.tell():
+        if self.parts[-1].was_cut():
             self.parts.pop().file.close()  # what it held is no more
             self.at = max(0, len(self.parts) - 1)
             return self.open_next([])
@@ -152,6 +159,7 @@ class Tail:
     def read(self):
         part = self.parts[self.at]
         chunk = part.file.read(CHUNK)
+        part.last = (part.last + chunk)[-LAST:]
         *lines, part.rest = (part.rest + chunk).split(b"\n")
         records = []
         for record in map(complete_record, lines):

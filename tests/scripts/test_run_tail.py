@@ -64,6 +64,25 @@ class Tail(FollowTest):
         self.run_file.path.write_text(json.dumps(start_record()) + "\n")
         self.assertEqual(self.poll(), (True, [("start", 0)]))
 
+    def test_a_file_that_was_copied_and_cut_goes_on(self):
+        self.run_file.add(train_record(2))
+        self.poll()
+        start = self.run_file.path.read_text().splitlines(keepends=True)[0]
+        for step in (3, 7):  # shorter at the next look, and longer already
+            self.run_file.path.write_text(start)
+            self.run_file.add(*map(train_record, range(step, 2 * step)))
+            self.assertEqual(self.poll(), (False, self.steps(step, 2 * step - 1)))
+            self.run_file.add(train_record(2 * step))
+            self.assertEqual(self.poll(), (False, self.steps(2 * step, 2 * step)))
+            self.assertEqual(self.tail.unreadable, 0)
+
+    def test_a_file_that_another_run_has_overwritten(self):
+        self.poll()
+        self.run_file.path.write_text("")
+        self.run_file.add(start_record(host="node4"), *map(train_record, range(1, 9)))
+        self.assertEqual(self.poll(), (True, [("start", 0), *self.steps(1, 8)]))
+        self.assertEqual(self.tail.unreadable, 0)
+
     def test_a_run_begun_anew(self):
         self.poll()
         self.run_file.path.rename(self.run_file.path.with_suffix(".jsonl.1"))
