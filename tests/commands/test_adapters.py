@@ -239,6 +239,24 @@ class Adapters(RunFolder):
             self.assertIn("its name is not UTF-8", refused.stderr)
             self.assertFalse(os.path.exists(out))
 
+    @staticmethod
+    def write_changed(folder, config, change):
+        """The adapters of peft with another config."""
+        os.makedirs(folder, exist_ok=True)
+        with open(os.path.join(folder, "adapter_config.json"), "w", encoding="utf-8") as file:
+            json.dump(dict(config, **change), file)
+        if not os.path.exists(os.path.join(folder, "adapter_model.safetensors")):
+            os.symlink(os.path.join(PEFT, "adapter_model.safetensors"), os.path.join(folder, "adapter_model.safetensors"))
+
+    def assert_whole_names_of_layers_mean_the_same(self, model, adapters, config):
+        """peft writes them, where "all-linear" means fewer than 20 layers."""
+        part = {"q_proj": "self_attn", "v_proj": "self_attn", "o_proj": "self_attn", "down_proj": "mlp"}
+        names = [f"model.layers.{block}.{part[name]}.{name}" for block in range(2) for name in config["target_modules"]]
+        self.write_changed(self.path("named"), config, {"target_modules": names})
+        self.run_ok("import", self.path("named"), "--base", model, "--out", self.path("of_named"))
+        with open(os.path.join(adapters, "shard_0.safetensors"), "rb") as one, open(self.path("of_named/shard_0.safetensors"), "rb") as other:
+            self.assertEqual(one.read(), other.read())
+
     def test_adapters_of_peft(self):
         model, adapters, out, back, run, merged = (os.path.join(self.folder, name)
                                                    for name in ("model", "adapters", "out", "back", "run", "merged"))
@@ -264,6 +282,8 @@ class Adapters(RunFolder):
             self.assertEqual(written[key], config[key], key)
         self.assertEqual(sorted(written["target_modules"]), config["target_modules"])
 
+        self.assert_whole_names_of_layers_mean_the_same(model, adapters, config)
+
         # They are trained on by the config that was written.
         write_tokens(f"{self.folder}/tokens.npy", 2000, 5, 83)
         tokens = json.dumps([f"{self.folder}/tokens.npy"])
@@ -278,16 +298,14 @@ class Adapters(RunFolder):
             change = np.abs(trained[name] - factor).max()
             self.assertTrue(0 < change < 0.1, (name, change))
 
-        bad = os.path.join(self.folder, "bad")
-        os.mkdir(bad)
+        one_block = [f"model.layers.0.self_attn.{name}" for name in ("q_proj", "v_proj", "o_proj")]
+        bad = self.path("bad")
         for change, part in (({"use_dora": True}, '"use_dora" is true'), ({"peft_type": "IA3"}, '"peft_type"'), ({"r": 4}, "floats [4, 32]"),
                              ({"target_modules": ["q_proj"]}, "no adapter of q_proj"), ({"modules_to_save": ["lm_head"]}, "modules_to_save"),
                              ({"target_modules": ["q_proj", "lm_head"]}, "lm_head"), ({"rank_pattern": {"q_proj": 8}}, "rank_pattern"),
+                             ({"target_modules": one_block}, "no adapter of q_proj"), ({"target_modules": ["model.lm_head"]}, "lm_head"),
                              ({"init_lora_weights": "pissa"}, "init_lora_weights"), ({"lora_dropout": 1}, "lora_dropout")):
-            with open(os.path.join(bad, "adapter_config.json"), "w", encoding="utf-8") as file:
-                json.dump(dict(config, **change), file)
-            if not os.path.exists(os.path.join(bad, "adapter_model.safetensors")):
-                os.symlink(os.path.join(PEFT, "adapter_model.safetensors"), os.path.join(bad, "adapter_model.safetensors"))
+            self.write_changed(bad, config, change)
             refused = parka("import", bad, "--base", model, "--out", out + "_bad")
             self.assertEqual(refused.returncode, 2, change)
             self.assertIn(part, refused.stderr)

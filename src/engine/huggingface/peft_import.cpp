@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
+#include <set>
 #include <string_view>
 #include <utility>
 #include <vector>
@@ -52,6 +53,10 @@ const json& required(const json& config, const char* key, const std::string& whe
   return *found;
 }
 
+// peft writes the whole names of few layers ("model.layers.0.self_attn.q_proj") where "all-linear" was asked for.
+// Whether all blocks have them is seen by the tensors.
+std::string last_part(const std::string& name) { return name.substr(name.rfind('.') + 1); }
+
 // In the order of Parka's own.
 std::vector<std::string> parse_targets(const json& value, const std::string& where) {
   const std::vector<std::string> known = FinetuneConfig().targets;
@@ -59,14 +64,17 @@ std::vector<std::string> parse_targets(const json& value, const std::string& whe
   const bool is_list = value.is_array() && !value.empty() &&
                        std::ranges::all_of(value, [](const json& target) { return target.is_string(); });
   if (!is_list) refuse(where, "target_modules", value, "a list of names of layers");
+  std::set<std::string> named;
   for (const json& target : value) {
-    if (std::ranges::count(known, target.get<std::string>()) > 0) continue;
+    const std::string name = last_part(target.get<std::string>());
+    named.insert(name);
+    if (std::ranges::count(known, name) > 0) continue;
     throw_bad_input("{}: \"target_modules\" has {}; adapters are known of {}", where, printable(target.dump()),
                     fmt::join(known, ", "));
   }
   std::vector<std::string> targets;
   std::ranges::copy_if(known, std::back_inserter(targets),
-                       [&](const std::string& name) { return std::ranges::count(value, json(name)) > 0; });
+                       [&](const std::string& name) { return named.contains(name); });
   return targets;
 }
 
