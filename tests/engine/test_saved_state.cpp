@@ -3,6 +3,7 @@
 #include <functional>
 
 #include "core/error.h"
+#include "engine/config/config_io.h"
 #include "engine/huggingface/huggingface_origin.h"
 #include "tests/support/catch.h"
 #include "tests/support/temporary_folder.h"
@@ -58,6 +59,26 @@ TEST_CASE("the state of a run is read back", "[engine][checkpoint]") {
   CHECK(progress.fingerprint == 18446744073709551615u);
   CHECK(progress.files.size() == 1);
   CHECK(progress.recent_steps.empty());
+}
+
+TEST_CASE("keys that a run's version did not have are as it computed, not as today's recipe has them",
+          "[engine][checkpoint]") {
+  const auto precision_of = [](const std::vector<std::string>& left_out,
+                               const std::vector<std::string>& overrides) {
+    const TemporaryFolder folder;
+    json state = state_of_a_run();
+    state["config"] =
+        to_json(override_config(state["config"], {"precision.recipe=parka", "model.num_heads=2"}, "test"));
+    for (const std::string& key : left_out) state["config"]["precision"].erase(key);
+    return config_of(saved(folder, state), overrides).precision;
+  };
+  const PrecisionConfig today = precision_of({}, {});
+  REQUIRE((today.head == Storage::kFp8 && today.sampled_amax));
+  PrecisionConfig then = today;
+  then.head = Storage::kCompute;
+  then.sampled_amax = false;
+  CHECK((precision_of({"head", "sampled_amax"}, {}) == then));
+  CHECK((precision_of({"head", "sampled_amax"}, {"precision.head=fp8", "precision.sampled_amax=true"}) == today));
 }
 
 TEST_CASE("recent steps of a run are read back, or refused", "[engine][checkpoint]") {

@@ -477,6 +477,20 @@ TEST_CASE("a step without targets is no measure of what a spike is", "[engine][t
   CHECK(recent == std::vector<size_t>{1, 1, 2});
 }
 
+TEST_CASE("a run whose recipe has got a key since is told of it", "[engine][training_run]") {
+  const TemporaryFolder folder;
+  const Config config = tiny_config(folder.path().string(), "parka");
+  const auto device = make_cpu_device();
+  TrainingRun run(config, *device, alone()), restored(config, *device, alone());
+  run.initialize();
+  run.step();
+  const std::vector<std::string> differences =
+      restored.restore(saved(run, folder / "run", [](CheckpointContents& contents) {
+        contents.state["config"]["precision"].erase("head");
+      }));
+  CHECK(differences == std::vector<std::string>{R"(precision.head: "compute" in the checkpoint, "fp8" now)"});
+}
+
 TEST_CASE("a finite step ends the count of skipped ones that a run was restored with", "[engine][training_run]") {
   const TemporaryFolder folder;
   const Config config = tiny_config(folder.path().string(), "bf16");

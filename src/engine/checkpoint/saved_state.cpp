@@ -93,10 +93,23 @@ json without_unused_keys(json config) {
   return config;
 }
 
+// Keys of precision that a run's version did not have yet, as it computed: without them. Recipes may set them by
+// now.
+json with_values_of_its_version(json config) {
+  if (!config.is_object() || !config.contains("precision")) return config;
+  json& precision = config["precision"];
+  // Every version writes all of its keys; what was written by hand means today's recipe.
+  if (!precision.is_object() || !precision.contains("gemm")) return config;
+  const json defaults = to_json(Config());
+  for (const auto& [key, value] : defaults.at("precision").items()) precision.emplace(key, value);
+  return config;
+}
+
 }  // namespace
 
 Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides) {
-  const json saved = without_unused_keys(member(checkpoint, checkpoint.state(), "config"));
+  const json saved =
+      with_values_of_its_version(without_unused_keys(member(checkpoint, checkpoint.state(), "config")));
   Config config = override_config(saved, overrides, checkpoint.path());
   if (overrides.empty()) return config;
   const std::vector<std::string> differences =
