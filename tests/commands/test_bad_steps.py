@@ -115,6 +115,26 @@ class BadSteps(RunFolder):
             self.assert_ended(self.train(self.config), "data.eval: the loss is not finite")
         self.assertEqual(len(metrics(self.run_folder, "eval")), 1)
 
+    def test_a_save_replaces_no_older_one_before_its_evaluation_is_finite(self):
+        for arguments in ((), ("--ranks", "2"), ("--set", "checkpoint.async=false")):
+            with self.subTest(arguments=arguments):
+                self.config["optimizer"]["lr"] = 3e-3
+                self.config["training"]["eval_interval"] = 0
+                self.config["checkpoint"].update(interval=0, folder=self.path("_".join(["kept", *arguments])))
+                self.good_steps(*arguments)
+                self.config["training"].update(steps=4, eval_interval=2)
+                self.config["checkpoint"]["interval"] = 2
+                self.assert_ended(self.train(self.config, *arguments), "data.eval: the loss is not finite")
+                folder = self.config["checkpoint"]["folder"]
+                self.assertEqual(checkpoints(folder), ["step_00000003", "step_00000004"])
+                shutil.rmtree(os.path.join(folder, "step_00000004"))
+                self.config["optimizer"]["lr"] = 3e-3
+                self.assert_exit(self.train(self.config, *arguments), 0)
+                self.assertEqual(checkpoints(folder), ["step_00000004"])  # the finite evaluation has removed the other
+                self.config["training"]["steps"] = 9
+                self.assert_exit(self.train(self.config, *arguments), 0)
+                self.assertEqual(checkpoints(folder), ["step_00000009"])
+
     def test_the_command_of_the_save_ends_first_where_an_evaluation_is_not_finite(self):
         self.config["checkpoint"]["on_saved"] = f"sleep 0.5; basename {{path}} >> {self.path('copied')}"
         self.good_steps()

@@ -115,6 +115,52 @@ TEST_CASE("the saver's destructor finishes the save and reports its error", "[en
   CHECK(mentions(reports[0], folder / "file"));
 }
 
+TEST_CASE("older checkpoints that a save has kept are removed when it turns out to be good",
+          "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  const std::string run = folder / "run";
+  const auto steps = [&] {
+    std::vector<int64_t> found;
+    for (const CheckpointInfo& checkpoint : list_checkpoints(run)) found.push_back(checkpoint.step);
+    return found;
+  };
+  CheckpointSaver saver(run, {.keep = 1});
+  saver.save(small_contents(1));
+  CheckpointContents doubtful = small_contents(2);
+  doubtful.keeps_older = true;
+  saver.save(doubtful);
+  saver.remove_outdated(3);  // of which nothing is saved
+  saver.wait();
+  CHECK(steps() == std::vector<int64_t>{2, 1});
+  saver.save(doubtful);
+  saver.remove_outdated(2);  // while it may still be saved
+  saver.wait();
+  CHECK(steps() == std::vector<int64_t>{2});
+}
+
+TEST_CASE("an error of removing older checkpoints is kept, and none of a save is lost", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  const std::string run = folder / "run";
+  std::atomic<bool> is_ours = true;
+  const auto check = [&] {
+    if (!is_ours) throw Error(ExitCode::kIo, "the folder was taken over");
+  };
+  CheckpointSaver saver(run, {.keep = 1, .check_folder = check});
+  std::filesystem::create_directories(run);
+  saver.save(small_contents(1));
+  CheckpointContents doubtful = small_contents(2);
+  doubtful.keeps_older = true;
+  saver.save(doubtful);
+  saver.wait();
+  is_ours = false;
+  saver.remove_outdated(2);
+  CHECK_THROWS_AS(saver.wait(), Error);
+  saver.save(small_contents(3));
+  saver.remove_outdated(2);
+  CHECK_THROWS_AS(saver.wait(), Error);
+  CHECK(num_complete(run) == 2);
+}
+
 TEST_CASE("where no thread can be made the saver says so", "[engine][checkpoint]") {
   const TemporaryFolder folder;
   const auto make_saver = [&] {

@@ -91,6 +91,10 @@ struct SaveOptions {
 // removes checkpoints.
 void save_checkpoint(const std::string& folder, const CheckpointContents& contents, const SaveOptions& options);
 
+// Removes the older checkpoints that the save of `step` has kept because of keeps_older. Does nothing where that
+// step is not saved. For rank 0.
+void remove_outdated_checkpoints(const std::string& folder, int64_t step, const SaveOptions& options);
+
 // Removes the leftovers of dead runs' saves, if no further save will. Reports what cannot be removed.
 void clear_unfinished_saves(const std::string& folder,
                             const std::function<void(const std::string& message)>& report);

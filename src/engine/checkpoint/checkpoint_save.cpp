@@ -110,6 +110,23 @@ class CheckpointWriter {
     remove_outdated();
   }
 
+  void remove_outdated() {
+    if (options_.keep == 0 || contents_.keeps_older) return;
+    int64_t num_kept = 1;
+    for (const StepFolder& found : list_step_folders(folder_)) {
+      if (found.step >= contents_.step || found.kind != StepFolderKind::kComplete) continue;
+      try_to_tidy([&] {
+        if (num_kept >= options_.keep) {
+          discard(found);
+        } else {
+          // Throws for one that is damaged: not counted, and left until enough good ones are newer than it.
+          read_manifest(path(found.step, found.kind));
+          ++num_kept;
+        }
+      });
+    }
+  }
+
  private:
   std::string path(int64_t step, StepFolderKind kind) const { return step_folder_path(folder_, step, kind); }
 
@@ -239,23 +256,6 @@ class CheckpointWriter {
     }
   }
 
-  void remove_outdated() {
-    if (options_.keep == 0 || contents_.keeps_older) return;
-    int64_t num_kept = 1;
-    for (const StepFolder& found : list_step_folders(folder_)) {
-      if (found.step >= contents_.step || found.kind != StepFolderKind::kComplete) continue;
-      try_to_tidy([&] {
-        if (num_kept >= options_.keep) {
-          discard(found);
-        } else {
-          // Throws for one that is damaged: not counted, and left until enough good ones are newer than it.
-          read_manifest(path(found.step, found.kind));
-          ++num_kept;
-        }
-      });
-    }
-  }
-
   void report(const std::string& message) const {
     if (options_.report) options_.report(message);
   }
@@ -329,6 +329,12 @@ void save_checkpoint(const std::string& folder, const CheckpointContents& conten
     if (e.code() == ExitCode::kBadInput) throw Error(ExitCode::kIo, e.what());
     throw;
   }
+}
+
+void remove_outdated_checkpoints(const std::string& folder, int64_t step, const SaveOptions& options) {
+  if (!file_exists(step_folder_path(folder, step))) return;
+  const CheckpointContents saved{.step = step, .state = {}};
+  CheckpointWriter(folder, saved, options).remove_outdated();
 }
 
 void clear_unfinished_saves(const std::string& folder,

@@ -43,6 +43,15 @@ void CheckpointSaver::save(CheckpointContents contents) {
   changed_.notify_all();
 }
 
+void CheckpointSaver::remove_outdated(int64_t step) {
+  if (options_.group.rank != 0) return;
+  {
+    const std::lock_guard lock(mutex_);
+    newest_good_ = step;
+  }
+  changed_.notify_all();
+}
+
 void CheckpointSaver::wait() {
   std::unique_lock lock(mutex_);
   wait_until_idle(lock);
@@ -50,7 +59,7 @@ void CheckpointSaver::wait() {
 
 bool CheckpointSaver::wait_for(std::chrono::milliseconds patience) {
   std::unique_lock lock(mutex_);
-  return changed_.wait_for(lock, patience, [this] { return !next_ && !saving_; });
+  return changed_.wait_for(lock, patience, [this] { return is_idle(); });
 }
 
 std::exception_ptr CheckpointSaver::take_failure() {
@@ -84,24 +93,34 @@ std::exception_ptr CheckpointSaver::try_to_save(const CheckpointContents& conten
   }
 }
 
+std::exception_ptr CheckpointSaver::try_to_remove_outdated(int64_t step) const {
+  try {
+    remove_outdated_checkpoints(folder_, step, options_);
+    return nullptr;
+  } catch (...) {
+    return std::current_exception();
+  }
+}
+
 void CheckpointSaver::wait_until_idle(std::unique_lock<std::mutex>& lock) {
-  changed_.wait(lock, [this] { return !next_ && !saving_; });
+  changed_.wait(lock, [this] { return is_idle(); });
   if (failure_) std::rethrow_exception(std::exchange(failure_, nullptr));
 }
 
 void CheckpointSaver::work() {
   std::unique_lock lock(mutex_);
   for (;;) {
-    changed_.wait(lock, [this] { return next_ || stopping_; });
-    if (!next_) return;
+    changed_.wait(lock, [this] { return next_ || newest_good_ || stopping_; });
+    if (!next_ && !newest_good_) return;
     std::optional<CheckpointContents> contents = std::exchange(next_, std::nullopt);
+    const std::optional<int64_t> step = contents ? std::nullopt : std::exchange(newest_good_, std::nullopt);
     saving_ = true;
     lock.unlock();
-    std::exception_ptr failure = try_to_save(*contents, options_);
+    std::exception_ptr failure = step ? try_to_remove_outdated(*step) : try_to_save(*contents, options_);
     contents.reset();
     lock.lock();
     saving_ = false;
-    failure_ = std::move(failure);
+    if (!failure_) failure_ = std::move(failure);
     changed_.notify_all();
   }
 }

@@ -32,6 +32,9 @@ class CheckpointSaver {
   // The same on this thread, for contents that only it can read. An error is kept like one of the background
   // thread. `is_given_up` is asked on this thread while it waits for other ranks, instead of what give_up() sets.
   void save_here(const CheckpointContents& contents, std::function<bool()> is_given_up = {});
+  // On rank 0 removes in the background, once nothing is left to save, what remove_outdated_checkpoints() does. An
+  // error is kept like one of a save. Does nothing on other ranks.
+  void remove_outdated(int64_t step);
   // Waits until nothing is left to save. Throws the error of the last save, if it had one, once.
   void wait();
   // Waits for so long at most. Returns whether nothing is left to save.
@@ -47,6 +50,8 @@ class CheckpointSaver {
   void work();
   // Saves; returns the error, if there is one.
   std::exception_ptr try_to_save(const CheckpointContents& contents, SaveOptions options);
+  std::exception_ptr try_to_remove_outdated(int64_t step) const;
+  bool is_idle() const { return !next_ && !newest_good_ && !saving_; }
   void wait_until_idle(std::unique_lock<std::mutex>& lock);
 
   const std::string folder_;
@@ -56,8 +61,9 @@ class CheckpointSaver {
   mutable std::mutex mutex_;
   std::condition_variable changed_;
   std::optional<CheckpointContents> next_;  // handed over, not yet taken by the thread
-  bool saving_ = false;
-  int64_t num_saves_ = 0;  // begun; the same on all ranks
+  std::optional<int64_t> newest_good_;      // the step of remove_outdated(), likewise
+  bool saving_ = false;                     // or removing
+  int64_t num_saves_ = 0;                   // begun; the same on all ranks
   bool stopping_ = false;
   std::exception_ptr failure_;
   std::thread thread_;  // last: it uses everything above

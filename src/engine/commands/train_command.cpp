@@ -335,6 +335,7 @@ class TrainCommand {
       const bool is_worth_it = last || run_.applied_steps() > 0;  // else a checkpoint would only bind the config
       if ((save_due && is_worth_it) || agreed.save_failed) save();
       if (eval_due && !evaluate()) return stop();
+      if (eval_due && run_.skipped_in_a_row() == 0) saver_.remove_older();
     }
     saver_.finish();
     log_memory(run_, *device_);
@@ -360,9 +361,11 @@ class TrainCommand {
     return {(most & 2) != 0, (most & 1) != 0, (most & 4) != 0};
   }
 
-  // What is saved while steps are skipped is what the last update has left, which may be their reason.
+  // What is saved while steps are skipped is what the last update has left, which may be their reason. What is
+  // evaluated next may turn out to be of no use.
   void save() {
-    saver_.keep_older(ends_at_bad_step_ || run_.skipped_in_a_row() > 0);
+    saver_.keep_older(ends_at_bad_step_ || run_.skipped_in_a_row() > 0 ||
+                      evaluation_.is_due(run_.completed_steps()));
     launch_.watchdog().at(run_.completed_steps(), "saving a checkpoint");
     saver_.save();
   }

@@ -112,6 +112,11 @@ void RunSaver::save() {
   wait_seconds_ += seconds_since(begun);
 }
 
+void RunSaver::remove_older() {
+  keeps_older_ = false;
+  if (newest_step_ == run_.completed_steps()) saver_.remove_outdated(newest_step_);
+}
+
 void RunSaver::finish() {
   const Clock::time_point begun = Clock::now();
   while (previous_failed()) begin();

@@ -30,6 +30,8 @@ class RunSaver {
 
   // Whether saves from here on remove no older checkpoint, however many there are: what is saved may be of no use.
   void keep_older(bool keeps) { keeps_older_ = keeps; }
+  // The present state is of use after all: removes the older checkpoints beside its save, if it was saved.
+  void remove_older();
 
   // Seconds for which training has waited for saves since the last call.
   double take_wait_seconds();
