@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <filesystem>
 #include <map>
+#include <set>
 
 #include <fmt/ranges.h>
 #include <nlohmann/json.hpp>
@@ -99,15 +100,24 @@ std::string described_tokenizer(const nlohmann::json& description) {
   return checksum.empty() && text("tokenizer") == "bytes" ? "bytes" : checksum;
 }
 
-nlohmann::json description_of(const std::string& file) {
-  const fs::path path = file;
-  nlohmann::json info = read_description(path.parent_path() / "data.json");
-  return info.is_null() || !describes(info, path.filename().string()) ? nullptr : info;
-}
-
-std::string tokenizer_of(const std::string& file) {
-  const nlohmann::json info = description_of(file);
-  return info.is_null() ? "" : described_tokenizer(info);
+void for_each_description(const std::vector<std::string>& sources,
+                          const std::function<void(const std::string& file, const nlohmann::json&)>& called) {
+  std::set<fs::path> described;
+  for (const std::string& source : sources) {
+    std::vector<std::string> files;
+    try {
+      files = expand_source(source);
+    } catch (const Error&) {
+    }
+    for (const std::string& file : files) {
+      const fs::path path = file, folder = path.parent_path();
+      if (described.contains(folder)) continue;
+      const nlohmann::json description = read_description(folder / "data.json");
+      if (description.is_null() || !describes(description, path.filename().string())) continue;
+      described.insert(folder);
+      called(file, description);
+    }
+  }
 }
 
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config) {

@@ -1,4 +1,5 @@
 #pragma once
+#include <functional>
 #include <string>
 #include <vector>
 
@@ -28,11 +29,11 @@ void check_token_type(const std::vector<std::string>& sources, TokenType type);
 // The tokenizer that made ids, as a data.json or the header of a request file says: the SHA-256 of its file, or
 // "bytes". Empty where it does not say.
 std::string described_tokenizer(const nlohmann::json& description);
-// The data.json beside a token file, of scripts/prepare_data.py or prepare_images.py; null where there is none that
-// describes the file.
-nlohmann::json description_of(const std::string& file);
-// The tokenizer of a token file, as its data.json says.
-std::string tokenizer_of(const std::string& file);
+// Calls `called` with the first token file of each folder whose data.json, of scripts/prepare_data.py or
+// prepare_images.py, describes it, and with that data.json, which may be long: it is of all files of its folder.
+// Sources that are not there any more, as training data may be where a run is evaluated, say nothing.
+void for_each_description(const std::vector<std::string>& sources,
+                          const std::function<void(const std::string& file, const nlohmann::json&)>& called);
 
 // Throws Error(kBadInput) for data that cannot be used, or has more images than there is room for.
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config);

@@ -1,6 +1,5 @@
 #include "engine/evaluation/evaluation_suite.h"
 
-#include <filesystem>
 #include <set>
 
 #include "core/error.h"
@@ -27,33 +26,19 @@ class TokenizerCheck {
           path, first_);
     }
   }
-  // Files that are not there any more, as a run's training data may be where it is evaluated, say nothing.
-  void add_files(const std::string& source) {
-    try {
-      for (const std::string& path : expand_source(source)) add_file(path);
-    } catch (const Error&) {
-    }
-  }
 
  private:
-  // A data.json describes all files of its folder, and may be long.
-  void add_file(const std::string& path) {
-    const std::string folder = std::filesystem::path(path).parent_path().string();
-    if (described_.contains(folder)) return;
-    const std::string tokenizer = tokenizer_of(path);
-    if (!tokenizer.empty()) described_.insert(folder);
-    add(path, tokenizer);
-  }
-
   std::string first_;
-  std::set<std::string> seen_, described_;  // tokenizers, and folders whose tokenizer is known
+  std::set<std::string> seen_;  // tokenizers
 };
 
 }  // namespace
 
 void warn_of_tokenizers(const std::vector<std::string>& sources, const std::vector<EvalTask>& tasks) {
   TokenizerCheck check;
-  for (const std::string& source : sources) check.add_files(source);
+  for_each_description(sources, [&](const std::string& file, const nlohmann::json& description) {
+    check.add(file, described_tokenizer(description));
+  });
   for (const EvalTask& task : tasks) check.add(task.path, task.tokenizer);
 }
 

@@ -2,7 +2,6 @@
 
 #include <cmath>
 #include <filesystem>
-#include <set>
 
 #include <nlohmann/json.hpp>
 
@@ -116,17 +115,9 @@ void warn_of_image_geometry(const Config& config) {
   const TowerConfig& tower = config.model.vision.tower;
   const char* usual = tower.kind == TowerKind::kSiglip ? "stretch" : "crop";
   const std::string own = geometry_in(fs::path(config.checkpoint.folder) / kTokenizerFolder).value_or(usual);
-  std::set<fs::path> described;  // a data.json is of all files of its folder, and may be long
-  for (const std::string& source : config.data.train) {
-    for (const std::string& file : expand_source(source)) {
-      const fs::path folder = fs::path(file).parent_path();
-      if (described.contains(folder)) continue;
-      const json description = description_of(file);
-      if (description.is_null()) continue;
-      described.insert(folder);
-      warn_of_pictures(file, member(description, "images"), own, tower);
-    }
-  }
+  for_each_description(config.data.train, [&](const std::string& file, const json& description) {
+    warn_of_pictures(file, member(description, "images"), own, tower);
+  });
 }
 
 }  // namespace parka
