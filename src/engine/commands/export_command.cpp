@@ -435,7 +435,7 @@ class Exporter {
     write_new_file(draft / kHuggingFaceConfigName,
                    make_vila_config(model_.vision, is_of_vila ? &origin_config_ : nullptr));
     for (const std::string& name : folder ? carried_files(*folder) : std::vector<std::string>()) {
-      const char* part = name == "preprocessor_config.json" ? kVilaTower : kVilaText;
+      const char* part = name == kPreprocessorName ? kVilaTower : kVilaText;
       copy_to_new_file((fs::path(*folder) / name).string(), draft / part + "/" + name);
     }
     require_pixel_statistics(draft / kVilaTower, model_.vision.tower, checkpoint_.path());

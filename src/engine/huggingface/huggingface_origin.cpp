@@ -14,6 +14,7 @@
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 #include "engine/huggingface/config_reader.h"
+#include "engine/huggingface/llava_config.h"
 #include "engine/huggingface/unread_weights.h"
 
 namespace parka {
@@ -27,8 +28,8 @@ constexpr std::array<std::string_view, 18> kCarriedFiles = {"added_tokens.json",
                                                             "chat_template.json",
                                                             "generation_config.json",
                                                             "merges.txt",
-                                                            "preprocessor_config.json",
-                                                            "processor_config.json",
+                                                            kPreprocessorName,
+                                                            kProcessorName,
                                                             "sentencepiece.bpe.model",
                                                             "special_tokens_map.json",
                                                             "spiece.model",

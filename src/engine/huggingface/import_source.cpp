@@ -36,8 +36,6 @@ json read_config(const std::string& folder) {
   return config;
 }
 
-constexpr std::string_view kPreprocessorName = "preprocessor_config.json";
-
 std::vector<ImportSource::CarriedFile> carried_from(const std::string& folder) {
   std::vector<ImportSource::CarriedFile> files;
   for (std::string& name : carried_files(folder)) files.push_back({.folder = folder, .name = std::move(name)});
@@ -300,7 +298,7 @@ ImportSource open_model_with_tower(const std::string& folder, const std::string&
   if (original && pads_pictures(ConfigReader(text, source.config_path))) {
     auto place = std::ranges::find(source.carried, kPreprocessorName, &ImportSource::CarriedFile::name);
     if (place == source.carried.end()) {
-      place = source.carried.insert(place, {tower_folder, std::string(kPreprocessorName)});
+      place = source.carried.insert(place, {tower_folder, kPreprocessorName});
     }
     place->text = padding_processor(model.vision.tower, (fs::path(place->folder) / place->name).string());
   }

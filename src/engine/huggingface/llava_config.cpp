@@ -287,14 +287,19 @@ void check_picture_size(const ConfigReader& processor, int64_t image_size) {
 
 }  // namespace
 
+const json& image_processor_in(const json& file) {
+  if (!file.is_object()) return file;
+  const auto nested = file.find(kNestedProcessorKey);
+  return nested != file.end() && nested->is_object() ? *nested : file;
+}
+
 void read_pixel_statistics(const std::string& folder, TowerConfig& tower) {
-  for (const char* name : {"preprocessor_config.json", "processor_config.json"}) {
+  for (const char* name : {kPreprocessorName, kProcessorName}) {
     const std::string path = (fs::path(folder) / name).string();
     if (!file_exists(path)) continue;
     const json root = parse_json_text(read_text(path, kMaxHuggingFaceConfigBytes), path, JsonComments::kRefused);
     if (!root.is_object()) throw_bad_input("{}: expected an object, got {}", path, describe_json(root));
-    const bool is_nested = root.contains("image_processor") && root.at("image_processor").is_object();
-    const ConfigReader config(is_nested ? root.at("image_processor") : root, path);
+    const ConfigReader config(image_processor_in(root), path);
     for (const char* flag : {"do_rescale", "do_normalize"}) check_key(config, flag, true);
     constexpr double kScale = 1.0 / 255, kRoundingError = 1e-9;
     if (std::abs(config.number("rescale_factor", kScale) - kScale) > kRoundingError) {

@@ -13,6 +13,12 @@ namespace parka {
 inline constexpr const char* kLlavaModelType = "llava";
 inline constexpr const char* kLlavaArchitecture = "LlavaForConditionalGeneration";
 
+// What prepares pictures, in the model's folder: a file of its own, or nested in the second, where it is asked for.
+inline constexpr const char *kPreprocessorName = "preprocessor_config.json",
+                            *kProcessorName = "processor_config.json", *kNestedProcessorKey = "image_processor";
+// Of either file, which may be no object.
+const nlohmann::json& image_processor_in(const nlohmann::json& file);
+
 // As parse_huggingface_config(), of a config.json whose model_type is kLlavaModelType. The family is the language
 // model's. Mean and deviation of pixels, which it has not, are those that towers of the kind are trained with.
 HuggingFaceModel parse_llava_config(const nlohmann::json& config, const std::string& where,
@@ -36,9 +42,9 @@ TowerConfig parse_tower_config(const nlohmann::json& config, const std::string& 
 // Sets mean and deviation of pixels to those of published towers of its kind.
 void set_usual_statistics(TowerConfig& tower);
 
-// Sets mean and deviation of pixels where preprocessor_config.json or processor_config.json in the model's folder
-// says them. Throws Error(kBadInput) for pixels that are scaled otherwise than by 1 / 255, and for pictures that
-// become squares of another size than tower.image_size, or by another filter than a bicubic one.
+// Sets mean and deviation of pixels where kPreprocessorName or kProcessorName in the model's folder says them.
+// Throws Error(kBadInput) for pixels that are scaled otherwise than by 1 / 255, and for pictures that become
+// squares of another size than tower.image_size, or by another filter than a bicubic one.
 void read_pixel_statistics(const std::string& folder, TowerConfig& tower);
 
 // Throws Error(kBadInput) of the `model` that is exported unless what is read of the folder is the tower's mean and

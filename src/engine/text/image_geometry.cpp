@@ -9,6 +9,7 @@
 #include "data/read_only_file.h"
 #include "engine/config/data_sources.h"
 #include "engine/files/file_io.h"
+#include "engine/huggingface/llava_config.h"
 #include "engine/text/tokenizer_files.h"
 
 namespace parka {
@@ -16,9 +17,6 @@ namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
-
-constexpr const char *kPreprocessorName = "preprocessor_config.json", *kProcessorName = "processor_config.json";
-constexpr const char* kNestedKey = "image_processor";  // of the latter
 
 // The member of that name; null where `object` is none or has it not.
 json member(const json& object, const char* name) {
@@ -47,8 +45,8 @@ json read_processor(const fs::path& path) {
 // scripts/image_data/processor.py reads them; nullopt where there is none.
 std::optional<std::string> geometry_in(const fs::path& folder) {
   for (const char* name : {kPreprocessorName, kProcessorName}) {
-    json processor = read_processor(folder / name);
-    if (const json nested = member(processor, kNestedKey); nested.is_object()) processor = nested;
+    const json file = read_processor(folder / name);
+    const json& processor = image_processor_in(file);
     const json size = member(processor, "size");
     if (!size.is_object()) continue;
     if (member(processor, "do_pad") == true) return "pad";
@@ -103,7 +101,7 @@ std::map<std::string, std::string> processor_of_data(const Config& config,
   std::map<std::string, std::string> files = {{kPreprocessorName, processor.dump(2) + "\n"}};
   // transformers would take the model's processor where it is nested in this file.
   if (json nesting = of_model ? read_processor(fs::path(*of_model) / kProcessorName) : json();
-      nesting.is_object() && nesting.erase(kNestedKey) > 0) {
+      nesting.is_object() && nesting.erase(kNestedProcessorKey) > 0) {
     files[kProcessorName] = nesting.dump(2) + "\n";
   }
   log_info("{}: goes with the run, whose pictures were made so", path);
