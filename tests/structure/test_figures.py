@@ -160,9 +160,10 @@ class Figures(unittest.TestCase):
                   "step.llama2-7b.parka.both.2gpu.tok_s_gpu": r"and ([\d,]+)\s+with\s+stage 3",
                   "step.llama2-7b.parka.gathered2.2gpu.tok_s_gpu": r"makes ([\d,]+)\s+with\s+stage 3",
                   "loss_gap.olmo-150m.linux.rate_x4.parka.nats_per_token": r"`parka` ended ([\d.]+) above it, mean",
-                  "loss_gap.olmo-350m.linux.coat.nats_per_token": r"with 342M `coat`, mean of two seeds, ([\d.]+)",
+                  "loss_gap.olmo-350m.linux.coat.nats_per_token": r"with 342M, mean of two seeds, ([\d.]+)",
                   "loss_gap.olmo-350m.linux.quarter.coat.nats_per_token": r"`coat` ([\d.]+) after a quarter",
-                  "loss_gap.olmo-350m.linux.parka.seed2_stopped.nats_per_token": r"with another seed ([\d.]+) where it was stopped",
+                  "loss_gap.olmo-350m.linux.parka.nats_per_token": r"with 342M, mean of two seeds, [\d.]+ and ([\d.]+)",
+                  "loss_gap.olmo-350m.linux.bf16_again.nats_per_token": r"and with 342M ([\d.]+), one seed",
                   "step.llama2-7b.parka.gathered32.2gpu.tok_s_gpu": r"or ([\d,]+) with all blocks gathered ahead",
                   "quickstart.minutes": r"took ([\d.]+)\s+minutes"}
         values = {figure["name"]: figure["value"] for figure in read_figures()}
