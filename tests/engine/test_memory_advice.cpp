@@ -190,6 +190,26 @@ TEST_CASE("a plan has as many gather buffers as keep weights for another pass", 
   CHECK(gathered(host_eight, 1).first == gathered(host_eight, 1).second);
 }
 
+TEST_CASE("a plan counts what NCCL takes for groups of GPUs", "[engine][memory advice]") {
+  const auto of_groups = [](const std::string& shard_size, const std::string& context, int64_t num_gpus) {
+    const Config config = override_config(
+        shipped_config("llama2-7b-parka"),
+        {"distributed.shard_size=" + shard_size, "distributed.context_parallel=" + context}, "test");
+    const GpuPlan plan = plan_for_gpus(config, num_gpus);
+    const auto line = std::ranges::find(plan.lines, "NCCL of groups of GPUs", &GpuPlan::Line::category);
+    const int64_t bytes = line == plan.lines.end() ? 0 : line->bytes;
+    CHECK(plan.total_bytes == planned_bytes(config, num_gpus));
+    CHECK(bytes == group_bytes(config, num_gpus));
+    return bytes;
+  };
+  CHECK(of_groups("0", "1", 1) == 0);
+  CHECK(of_groups("0", "1", 4) == 0);
+  CHECK(of_groups("4", "4", 4) == 0);
+  CHECK(of_groups("2", "1", 4) == 2 * kNcclGroupBytes);  // two shards, and two ranks across them
+  CHECK(of_groups("0", "2", 4) == kNcclGroupBytes);
+  CHECK(of_groups("4", "2", 8) == 3 * kNcclGroupBytes);
+}
+
 TEST_CASE("a plan names the fewest GPUs that a run fits on", "[engine][memory advice][slow]") {
   constexpr int64_t kGpu = 40'000'000'000;
   const auto of_gpu = [](int64_t bytes) {

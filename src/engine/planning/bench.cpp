@@ -158,7 +158,9 @@ BenchResult run_benchmark(const Config& given, Device& device, Communicator& com
   result.images_per_sequence = config.data.images_per_sequence;
   result.blocks_per_step = config.model.num_layers * config.micro_batches_per_step(communicator.size());
   result.planned_bytes = run.plan().total_bytes();
-  if (device.kind() == DeviceKind::kCuda) result.context_bytes = context_bytes(communicator.size());
+  if (device.kind() == DeviceKind::kCuda) {
+    result.context_bytes = context_bytes(communicator.size()) + group_bytes(config, communicator.size());
+  }
 
   constexpr int64_t kWarmups = 2;
   const auto add = [&](const std::optional<StepReport>& report) {

@@ -15,6 +15,12 @@ namespace parka {
 inline constexpr int64_t kContextBytes = 302'000'000, kNcclBytes = 1'203'000'000;
 inline int64_t context_bytes(int64_t num_gpus) { return kContextBytes + (num_gpus > 1 ? kNcclBytes : 0); }
 
+// What NCCL takes more for the groups of ranks of a run on `num_gpus` GPUs that are neither one rank nor all of
+// them: the shards of distributed.shard_size, the ranks across them, those that share sequences. Two took 0.79 GB
+// on each of four H200s (docs/results/memory.md).
+inline constexpr int64_t kNcclGroupBytes = 396'000'000;
+int64_t group_bytes(const Config& config, int64_t num_gpus);
+
 // Bytes that a rank plans, or may: on its GPU, and in host memory what the run cannot do without.
 struct MemoryBytes {
   static constexpr int64_t kUnlimited = std::numeric_limits<int64_t>::max();
