@@ -12,6 +12,7 @@
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
 #include "tests/support/refusal.h"
+#include "tests/support/thread_ranks.h"
 
 // Runs that train something beside the frozen weights of another run: adapters, side networks.
 namespace parka::test {
@@ -81,6 +82,37 @@ inline LoadedCheckpoint make_base(const Config& config) {
   run.initialize();
   run.step();
   return save(run, config.checkpoint.folder);
+}
+
+// Two ranks begin with `base` and take three steps: their losses are the same at each ZeRO stage up to
+// `last_stage`, with released gradients and without, and rise or fall.
+inline void check_same_at_every_stage(const LoadedCheckpoint& base, int64_t last_stage,
+                                      const std::function<Config(int64_t stage)>& config_of) {
+  const auto losses = [&](int64_t stage, bool releases) {
+    Config config = config_of(stage);
+    config.optimizer.clip_norm = 0;
+    config.optimizer.release_gradients = releases;
+    config.reliability = {.replay_interval = 1, .state_interval = 1, .replica_interval = 1};
+    std::vector<double> all;
+    ThreadRanks(2).run([&](Communicator& communicator) {
+      const auto device = make_cpu_device();
+      TrainingRun run(config, *device, communicator);
+      run.initialize_from(base);
+      for (int i = 0; i < 3; ++i) {
+        const std::optional<StepReport> report = run.step();
+        PARKA_REQUIRE(report && report->applied);  // Catch2's own are not for several threads
+        if (communicator.rank() == 0) all.push_back(report->loss);
+      }
+    });
+    return all;
+  };
+  const std::vector<double> undivided = losses(0, false);
+  CHECK(undivided.front() != undivided.back());
+  for (int64_t stage = 0; stage <= last_stage; ++stage) {
+    CAPTURE(stage);
+    CHECK(losses(stage, false) == undivided);
+    CHECK(losses(stage, true) == undivided);
+  }
 }
 
 }  // namespace parka::test

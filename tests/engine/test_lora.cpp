@@ -60,30 +60,9 @@ TEST_CASE("adapters are the same at every ZeRO stage, and with released gradient
   for (const char* recipe : {"fp32", "parka"}) {
     const TemporaryFolder folder;
     const LoadedCheckpoint base = make_base(base_config(folder, recipe));
-    const auto losses = [&](int64_t stage, bool releases) {
-      Config config = with_adapters(base_config(folder, recipe, stage, 2));
-      config.optimizer.clip_norm = 0;
-      config.optimizer.release_gradients = releases;
-      config.reliability = {.replay_interval = 1, .state_interval = 1, .replica_interval = 1};
-      std::vector<double> all;
-      ThreadRanks(2).run([&](Communicator& communicator) {
-        const auto device = make_cpu_device();
-        TrainingRun run(config, *device, communicator);
-        run.initialize_from(base);
-        for (int i = 0; i < kSteps; ++i) {
-          const std::optional<StepReport> report = run.step();
-          PARKA_REQUIRE(report && report->applied);
-          if (communicator.rank() == 0) all.push_back(report->loss);
-        }
-      });
-      return all;
-    };
-    const std::vector<double> undivided = losses(0, false);
-    for (int64_t stage = 0; stage <= 3; ++stage) {
-      CAPTURE(recipe, stage);
-      CHECK(losses(stage, false) == undivided);
-      CHECK(losses(stage, true) == undivided);
-    }
+    CAPTURE(recipe);
+    check_same_at_every_stage(base, 3,
+                              [&](int64_t stage) { return with_adapters(base_config(folder, recipe, stage, 2)); });
   }
 }
 
