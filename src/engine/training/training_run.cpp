@@ -3,19 +3,16 @@
 #include <algorithm>
 #include <cmath>
 #include <cstring>
-#include <filesystem>
 #include <map>
 #include <stdexcept>
 #include <string>
 #include <tuple>
-#include <unordered_map>
 #include <utility>
 
 #include <fmt/ranges.h>
 
 #include "core/parallel.h"
 #include "engine/checkpoint/checkpoint_base.h"
-#include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/config/config_io.h"
@@ -26,35 +23,6 @@
 
 namespace parka {
 namespace {
-
-namespace fs = std::filesystem;
-
-// Throws when `config` cannot go on from the checkpoint; returns how it goes on differently.
-std::vector<std::string> check_resumable(const LoadedCheckpoint& checkpoint, const Config& config) {
-  const Config saved = config_of(checkpoint, {});
-  ResumeDifferences differences = resume_differences(saved, config);
-  if (differences.refused.empty()) return std::move(differences.allowed);
-  throw_bad_input(
-      "{}: the checkpoint belongs to another config: {}; change it back, or train in another checkpoint.folder",
-      checkpoint.path(), fmt::join(differences.refused, "; "));
-}
-
-// Whether two values of checkpoint.init_from name the same, which may have moved to another folder.
-bool is_same_source(const std::string& one, const std::string& other) {
-  const auto name = [](const std::string& path) {
-    const fs::path plain = (fs::path(path) / "").lexically_normal().parent_path();
-    if (run_folder_of(plain).empty()) return plain.filename();
-    return plain.parent_path().filename() / plain.filename();
-  };
-  return name(one) == name(other);
-}
-
-// Whether the checkpoint at `found` is what checkpoint.init_from names, itself or the folder that it is in.
-bool is_named_by(const std::string& init_from, const fs::path& found) {
-  if (init_from.empty()) return false;
-  const fs::path given = (fs::absolute(init_from) / "").lexically_normal().parent_path();
-  return given == found || given == found.parent_path();
-}
 
 void round_to_bf16(std::vector<float>& values) {
   parallel_for(static_cast<int64_t>(values.size()), 1 << 16, [&](int64_t begin, int64_t end) {
@@ -308,100 +276,6 @@ std::vector<NamedTensor> TrainingRun::tensors() const {
     if (parameters[i].trainable || (base_.is_null() && !parameters[i].is_coded())) all.push_back(weight_tensor(i));
   }
   return all;
-}
-
-// Where the files are not those of the checkpoint throws, or says how they differ.
-std::vector<std::string> TrainingRun::check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress,
-                                                 SameFiles same) const {
-  const auto differences = [&](SameFiles what) {
-    return progress.files.is_null() ? std::vector<std::string>()
-                                    : file_differences(progress.files, data_files_, what);
-  };
-  const std::vector<std::string> all = differences(SameFiles::kBytes), others = differences(SameFiles::kSizes);
-  const bool is_mixture = !config_.data.weights.empty() && !progress.source_sequences.is_null();
-  if (others.empty() && is_mixture && progress.source_sequences != nlohmann::json(data_.source_sequences())) {
-    throw_bad_input(
-        "{}: the entries of data.train have {} sequences, and had {} when the checkpoint was trained: a file has moved from "
-        "one to another; restore them, or train in another checkpoint.folder",
-        checkpoint.path(), nlohmann::json(data_.source_sequences()).dump(), progress.source_sequences.dump());
-  }
-  if (all.empty() && progress.fingerprint == data_fingerprint_) return {};
-  const bool may_be_mended = !all.empty() && others.empty();
-  if (may_be_mended && same == SameFiles::kSizes) return all;
-  const std::string first = !others.empty() ? others.front() : !all.empty() ? all.front() : "";
-  throw_bad_input(
-      "{}: data.train holds other tokens than the checkpoint was trained on{}, so its position in them means nothing; "
-      "restore the files, or train in another checkpoint.folder{}",
-      checkpoint.path(), first.empty() ? "" : fmt::format(" ({})", first),
-      may_be_mended ? "; where tokens were mended, go on with --accept-mended-data" : "");
-}
-
-std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint, SameFiles same) {
-  const SavedProgress progress = read_progress(checkpoint);
-  std::vector<std::string> differences = check_resumable(checkpoint, config_);
-  for (const std::string& mended : check_data(checkpoint, progress, same)) {
-    differences.push_back(fmt::format("data.train: {}", mended));
-  }
-  if (has_base(checkpoint)) {
-    LoadedCheckpoint whole = checkpoint;
-    attach_base(whole,
-                {.rank = communicator_.rank(),
-                 .size = communicator_.size(),
-                 .gather = [this](const std::string& text) { return communicator_.gather_text(text); },
-                 .progress = reading_},
-                config_.checkpoint.init_from);
-    read_weights(whole, Config());  // what is added comes with the rest
-    use_base(describe_base(*whole.base(), config_.checkpoint.folder));
-  } else if (config_.finetune.base != BaseFormat::kCompute) {
-    throw_bad_input(
-        "{}: names no checkpoint with the weights of finetune.base = {}; start a new run from it with "
-        "checkpoint.init_from",
-        checkpoint.path(), name_of(config_.finetune.base));
-  }
-  const std::string source = config_of(checkpoint, {}).checkpoint.init_from;
-  std::string& given = config_.checkpoint.init_from;
-  const bool is_base = has_base(checkpoint) && is_named_by(given, base_.at("checkpoint").get<std::string>());
-  if (!is_base && !is_same_source(source, given)) given = source;
-  std::unordered_map<std::string, NamedTensor> wanted;
-  for (const NamedTensor& tensor : tensors()) wanted.emplace(tensor.name, tensor);
-  for (const SafetensorsEntry& entry : checkpoint.tensors()) {
-    const auto found = wanted.find(entry.name);
-    if (found == wanted.end())
-      throw_bad_input("{}: has a tensor {} that this config does not have", checkpoint.path(), entry.name);
-    const NamedTensor& tensor = found->second;
-    if (entry.dtype != tensor.view.dtype || entry.shape != tensor.shape) {
-      throw_bad_input("{}: {} is {} [{}], this config wants {} [{}]", checkpoint.path(), entry.name,
-                      name_of(entry.dtype), fmt::join(entry.shape, ", "), name_of(tensor.view.dtype),
-                      fmt::join(tensor.shape, ", "));
-    }
-  }
-  std::vector<TensorRange> ranges;
-  for (const auto& [name, tensor] : wanted) {
-    if (checkpoint.find(name) == nullptr) throw_bad_input("{}: lacks the tensor {}", checkpoint.path(), name);
-    for (int64_t i = 0; tensor.view.numel() > 0 && i < tensor.box.num_runs(); ++i) {
-      ranges.push_back({name, tensor.box.run(i)});
-    }
-  }
-  checkpoint.read_ranges(ranges, [&](const SafetensorsEntry& entry, int64_t first_element, ByteSpan bytes) {
-    if (!all_finite(entry.dtype, bytes)) {
-      throw_bad_input("{}: {} holds NaN or infinite values; resume from an earlier checkpoint (move this one away)",
-                      checkpoint.path(), entry.name);
-    }
-    const NamedTensor& tensor = wanted.at(entry.name);
-    auto* const target = static_cast<std::byte*>(tensor.view.data);
-    device_.copy_to_device(target + tensor.box.place_of(first_element) * size_of(entry.dtype), bytes.data(),
-                           static_cast<int64_t>(bytes.size()));
-  });
-  completed_steps_ = checkpoint.step();
-  hashed_step_ = -1;
-  applied_steps_ = progress.applied_steps;
-  skipped_in_a_row_ = progress.skipped_in_a_row;
-  last_norm_ = progress.last_norm;
-  if (declared_.optimizer.releases_gradients()) declared_.optimizer.set_last_norm(device_, last_norm_);
-  spikes_.restore(progress.recent_steps);
-  start_loader(progress.position);
-  queue_.weights_changed();
-  return differences;
 }
 
 std::vector<double> TrainingRun::source_epochs(DataPosition position) const {
