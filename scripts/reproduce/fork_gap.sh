@@ -3,8 +3,8 @@
 # rounding differs part by more than most changes cost, and keep that distance to the end. So runs go on from one saved state.
 #   scripts/reproduce/fork_gap.sh OUT TEXT_FOLDER RUN RUN...
 # For each seed the first RUN trains to step AT; then it and all others go on from a copy of that, to the end of the schedule,
-# over the same batches. RUNs, the text and the model are those of loss_gap.sh beside this; all RUNs have one recipe's optimizer
-# states and master weights, as they share a checkpoint. From the environment:
+# over the same batches. RUNs, the text and the model are those of loss_gap.sh beside this; where a RUN has other formats of
+# optimizer states or master weights than the first, they are converted. From the environment:
 #   AT      step from which runs go on (default 800)
 #   VOCABULARY  of a BPE tokenizer, and HELD_OUT, as in equal_loss.sh (default: bytes)
 #   TOKENS  of a whole run (default 300 million); SEEDS (default "1 2")
@@ -52,6 +52,7 @@ for seed in "${seeds[@]}"; do
     mv "$work/$name.copy" "$work/$name"
   done
 done
+train_options=--convert-states
 train_runs configs/olmo-150m.json "${runs[@]}"
 
 : > "$out/fork_gap.jsonl"

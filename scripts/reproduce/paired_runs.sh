@@ -69,7 +69,7 @@ train() {  # a RUN; SLOT is which of the GPUs. A key that comes later wins.
   done
   local commas=${gpus[$SLOT]//[!,]/}
   [ -z "$commas" ] || ranks=(--ranks $((${#commas} + 1)))
-  CUDA_VISIBLE_DEVICES=${gpus[$SLOT]} "$PARKA" train "$config" "${ranks[@]}" "${set[@]}" \
+  CUDA_VISIBLE_DEVICES=${gpus[$SLOT]} "$PARKA" train "$config" ${train_options:-} "${ranks[@]}" "${set[@]}" \
     --set checkpoint.folder="$work/$name" >> "$out/$name.txt" 2>&1 ||
     { echo "$name: ended with $?: $(tail -n 1 "$out/$name.txt") ($out/$name.txt)" >&2; return 1; }
 }
@@ -87,7 +87,7 @@ train_runs() {
   config=$1
   shift
   export -f train
-  export PARKA GPUS MODEL work out config shared
+  export PARKA GPUS MODEL work out config shared train_options
   exec 9> "$work/lock"
   flock --shared 9
   trap 'end_after_runs 143' TERM

@@ -71,7 +71,7 @@ CONFIG_CASES = [
     ("run folder below a file", lambda t, c: setting("checkpoint.folder", t.path("a.npy") + "/run")(t, c), ["a.npy"]),
     ("run folder that cannot be made", setting("checkpoint.folder", "/proc/parka/run"), ["/proc/parka"]),
     ("other model on resume", setting("model.d_ffn", 96), ["model.d_ffn", "96"]),
-    ("other states on resume", setting("optimizer.states", "fp8"), ["optimizer.states"]),
+    ("other states on resume", setting("optimizer.states", "fp8"), ["optimizer.states", "--convert-states"]),
     ("other seed of the data on resume", setting("data.seed", 1), ["data.seed"]),
     ("other data on resume", lambda t, c: write_tokens(t.path("a.npy"), 22 * SEQUENCE, seed=9), ["data.train"]),
 ]
@@ -208,6 +208,20 @@ class BadInput(RunFolder):
         self.assert_exit(result, 0)
         self.assertIn('changed since: data.train: "a.npy" holds different bytes', result.stderr)
         self.assertIn(f"resuming from {self.path('other_run')}/{saved}", result.stderr)
+
+    def test_states_of_another_format(self):
+        """A run goes on with them if that is asked for."""
+        self.config["optimizer"].update(states="fp8_expanded", master="fp32_split")
+        self.config["training"]["steps"] += 4
+        self.assert_refused(self.train(self.config), ['optimizer.states: "fp32" in the checkpoint', "--convert-states"])
+        result = self.train(self.config, "--convert-states")
+        self.assert_exit(result, 0)
+        self.assertIn('changed since: optimizer.states: "fp32" in the checkpoint, "fp8_expanded" now, converted', result.stderr)
+        self.assertIn('optimizer.master: "fp32" in the checkpoint, "fp32_split" now, converted', result.stderr)
+        self.config["training"]["steps"] += 4
+        result = self.train(self.config)  # has these formats itself
+        self.assert_exit(result, 0)
+        self.assertNotIn("converted", result.stderr)
 
     def damage(self, checkpoint, name, how):
         path = self.path(f"run/{checkpoint}/{name}")

@@ -155,7 +155,7 @@ TEST_CASE("a run refuses to go on with other data and names the file", "[engine]
   CHECK(message().find("--accept-mended-data") != std::string::npos);
   {
     TrainingRun other(config, *device, alone());
-    CHECK(other.restore(checkpoint, SameFiles::kSizes) ==
+    CHECK(other.restore(checkpoint, {.same = SameFiles::kSizes}) ==
           std::vector<std::string>{"data.train: \"train.npy\" holds different bytes"});
     // It goes on with the files that it has.
     other.step();
@@ -168,7 +168,7 @@ TEST_CASE("a run refuses to go on with other data and names the file", "[engine]
   CHECK(message().find("\"train.npy\" has 31968 bytes, had 32000") != std::string::npos);
   CHECK(message().find("--accept-mended-data") == std::string::npos);
   TrainingRun shorter(config, *device, alone());
-  CHECK_THROWS_AS(shorter.restore(checkpoint, SameFiles::kSizes), Error);
+  CHECK_THROWS_AS(shorter.restore(checkpoint, {.same = SameFiles::kSizes}), Error);
 }
 
 TEST_CASE("a step is scaled by its own number of targets", "[engine][training_run]") {

@@ -137,14 +137,15 @@ class Reproduce(unittest.TestCase):
         small = "model.d_model=32 model.num_layers=1 model.num_heads=2 model.d_ffn=64 training.micro_batch_size=4"
         environment = dict(PYTHON=sys.executable, TOKENS="10240", AT="8", BATCH="4", LENGTH="128", SEEDS="1 2",
                            MODEL=f"{small} training.log_interval=1")
-        command = ["fork_gap.sh", f"{self.out}/gap", text, "parka", "same=parka", "exact_qkv=parka,precision.qkv=compute"]
+        command = ["fork_gap.sh", f"{self.out}/gap", text, "parka", "same=parka", "exact_qkv=parka,precision.qkv=compute",
+                   "exact=parka,optimizer.states=fp32"]
         for _ in range(2):  # the second finds all runs at their end
             result = run(*command, **environment)
             self.assertEqual(result.returncode, 0, result.stderr)
             rows = [json.loads(line) for line in Path(self.out, "gap", "fork_gap.jsonl").read_text().splitlines()]
-            self.assertEqual([row["run"] for row in rows], ["same.1", "exact_qkv.1", "same.2", "exact_qkv.2"])
+            self.assertEqual([row["run"] for row in rows], ["same.1", "exact_qkv.1", "exact.1", "same.2", "exact_qkv.2", "exact.2"])
             self.assertEqual([row["nats"] for row in rows if row["run"].startswith("same")], [0, 0])
-            self.assertTrue(all(row["nats"] != 0 for row in rows if row["run"].startswith("exact_qkv")))
+            self.assertTrue(all(row["nats"] != 0 for row in rows if row["run"].startswith("exact")))
             self.assertIn("same: +0.00000 nats per token (+0.00000 to +0.00000)", result.stdout)
         of_runs = [[json.loads(line) for line in Path(self.out, "gap", f"{name}.1", "metrics.jsonl").read_text().splitlines()]
                    for name in ("parka", "exact_qkv")]

@@ -285,6 +285,15 @@ void LoadedCheckpoint::for_each_tensor(
   });
 }
 
+void LoadedCheckpoint::read_elements(const SafetensorsEntry& tensor, ElementRange range,
+                                     std::span<std::byte> bytes) const {
+  const int64_t size = size_of(tensor.dtype);
+  PARKA_REQUIRE(static_cast<int64_t>(bytes.size()) == range.size() * size);
+  read_ranges({{tensor.name, range}}, [&](const SafetensorsEntry&, int64_t first_element, ByteSpan piece) {
+    std::memcpy(bytes.data() + (first_element - range.begin) * size, piece.data(), piece.size());
+  });
+}
+
 void LoadedCheckpoint::read_ranges(const std::vector<TensorRange>& ranges, const RangeCallback& callback) const {
   std::vector<TensorRange> own = ranges, of_base;
   for (const TensorRange& range : ranges) {

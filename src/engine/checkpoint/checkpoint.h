@@ -159,6 +159,8 @@ class LoadedCheckpoint {
   static constexpr int64_t kMaxPieceBytes = 16 << 20;
   using RangeCallback = std::function<void(const SafetensorsEntry& tensor, int64_t first_element, ByteSpan bytes)>;
   void read_ranges(const std::vector<TensorRange>& ranges, const RangeCallback& callback) const;
+  // Those of one range of a tensor, into `bytes`, of that size.
+  void read_elements(const SafetensorsEntry& tensor, ElementRange range, std::span<std::byte> bytes) const;
 
  private:
   friend LoadedCheckpoint load_checkpoint(const std::string& path, const LoadGroup& group);

@@ -81,15 +81,6 @@ DType CheckpointWeights::dtype(const ParameterInfo& parameter) const {
   return checkpoint_.find(parameter.name)->dtype;
 }
 
-void CheckpointWeights::read_tensor(const SafetensorsEntry& tensor, ElementRange range,
-                                    std::span<std::byte> bytes) const {
-  const int64_t size = size_of(tensor.dtype);
-  checkpoint_.read_ranges({{tensor.name, {range.begin, range.end}}}, [&](const SafetensorsEntry&,
-                                                                         int64_t first_element, ByteSpan piece) {
-    std::memcpy(bytes.data() + (first_element - range.begin) * size, piece.data(), piece.size());
-  });
-}
-
 void CheckpointWeights::read(const ParameterInfo& parameter, ElementRange range, WeightForm form,
                              const Callback& callback) const {
   const bool is_adapted = std::ranges::any_of(
@@ -176,11 +167,11 @@ void CheckpointWeights::read_stored(const ParameterInfo& parameter, ElementRange
     const auto count = static_cast<size_t>(part.size());
     bytes.resize(count * static_cast<size_t>(size_of(source.dtype)));
     values.resize(count);
-    read_tensor(source, part, bytes);
+    checkpoint_.read_elements(source, part, bytes);
     decode_floats(source.dtype, bytes, values);
     if (master != nullptr && !has_values) {
       remainders.resize(count * static_cast<size_t>(size_of(master->dtype)));
-      read_tensor(*master, part, remainders);
+      checkpoint_.read_elements(*master, part, remainders);
       join_remainders(values, master->dtype, remainders);
     }
     callback(begin, values);

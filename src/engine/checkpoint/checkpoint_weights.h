@@ -63,7 +63,6 @@ class CheckpointWeights {
   std::vector<float> read_whole(const ParameterInfo& parameter, WeightForm form) const;
   void add_adapters(const ParameterInfo& parameter, int64_t first_element, WeightForm form,
                     std::vector<float>& values) const;
-  void read_tensor(const SafetensorsEntry& tensor, ElementRange range, std::span<std::byte> bytes) const;
 
   const LoadedCheckpoint& checkpoint_;
   CheckpointAdapters adapters_;

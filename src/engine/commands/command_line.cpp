@@ -103,6 +103,10 @@ void add_train(CLI::App& app, TrainOptions& options, std::string& drill) {
       "--accept-mended-data", options.accept_mended_data,
       "Resume although files of data.train hold other bytes than the checkpoint was trained on, if they "
       "have the same names and sizes");
+  command.add_flag(
+      "--convert-states", options.convert_states,
+      "Resume although the config has other formats of masters and moments (optimizer.states, master, ...) than the "
+      "checkpoint, which are rounded to these");
   command
       .add_option(
           "--drill-kill-in-save", drill,

@@ -233,7 +233,8 @@ class TrainCommand {
     const std::optional<LoadedCheckpoint> checkpoint = load_newest(folder, refused, group, &passed_over);
     if (checkpoint) {
       const std::vector<std::string> differences =
-          run_.restore(*checkpoint, options_.accept_mended_data ? SameFiles::kSizes : SameFiles::kBytes);
+          run_.restore(*checkpoint, {.same = options_.accept_mended_data ? SameFiles::kSizes : SameFiles::kBytes,
+                                     .converts_states = options_.convert_states});
       if (is_first()) set_refused_aside(passed_over, warn);
       hook_.repeat(*checkpoint);
       log_info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());

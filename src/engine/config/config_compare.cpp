@@ -53,10 +53,6 @@ constexpr std::string_view kNotHashed[] = {
 constexpr std::string_view kFixedOnResume[] = {
     "model.",
     "precision.compute",
-    "optimizer.states",
-    "optimizer.exp_avg_format",
-    "optimizer.exp_avg_sq_format",
-    "optimizer.master",
     "optimizer.frozen",
     "finetune.",
     "data.train",
@@ -69,6 +65,13 @@ constexpr std::string_view kFixedOnResume[] = {
     "data.documents",
     "data.document_end",
     "training.global_batch_size",
+};
+// ... and the formats of masters and moments ...
+constexpr std::string_view kConvertedOnResume[] = {
+    "optimizer.states",
+    "optimizer.exp_avg_format",
+    "optimizer.exp_avg_sq_format",
+    "optimizer.master",
 };
 // ... but for these: the weights have been initialised.
 constexpr std::string_view kFreeOnResume[] = {"model.init", "model.init_std"};
@@ -238,7 +241,11 @@ ResumeDifferences resume_differences(const Config& saved, const Config& now) {
   for_each_difference(saved, now, [&](const std::string& path, bool same_meaning, const std::string& line) {
     if (path == "checkpoint.init_from") return;  // only a new run starts from it
     const bool fixed = is_listed(path, kFixedOnResume) && !is_listed(path, kFreeOnResume);
-    (fixed && !same_meaning ? differences.refused : differences.allowed).push_back(line);
+    auto& of_kind = same_meaning                          ? differences.allowed
+                    : fixed                               ? differences.refused
+                    : is_listed(path, kConvertedOnResume) ? differences.converted
+                                                          : differences.allowed;
+    of_kind.push_back(line);
   });
   return differences;
 }

@@ -52,6 +52,8 @@ std::string config_hash(const Config& config);
 // the key and both values.
 struct ResumeDifferences {
   std::vector<std::string> refused;  // the checkpoint does not fit, or the data position would lose its meaning
+  // Fits where masters and moments are rounded to other formats (engine/checkpoint/checkpoint_states.h).
+  std::vector<std::string> converted;
   std::vector<std::string> allowed;  // fits, but the run continues differently: to be logged
 };
 ResumeDifferences resume_differences(const Config& saved, const Config& now);

@@ -77,10 +77,15 @@ class TrainingRun {
   // Error(kBadInput) when its model is another one or has values that are not finite.
   std::vector<std::string> initialize_from(const LoadedCheckpoint& checkpoint);
   // Takes over weights, states and position. Returns the settings that differ from the checkpoint's, one line each,
-  // where that is allowed; so is a file of data.train with other bytes where sizes are enough. Throws
-  // Error(kBadInput) when the checkpoint does not fit the config or holds values that are not finite; the run must
-  // not be used then.
-  std::vector<std::string> restore(const LoadedCheckpoint& checkpoint, SameFiles same = SameFiles::kBytes);
+  // where that is allowed; so is a file of data.train with other bytes where sizes are enough, and, where they may
+  // be converted, other formats of masters and moments. Throws Error(kBadInput) when the checkpoint does not fit
+  // the config or holds values that are not finite; the run must not be used then.
+  struct RestoreOptions {
+    SameFiles same = SameFiles::kBytes;
+    bool converts_states = false;
+  };
+  std::vector<std::string> restore(const LoadedCheckpoint& checkpoint, const RestoreOptions& options);
+  std::vector<std::string> restore(const LoadedCheckpoint& checkpoint) { return restore(checkpoint, {}); }
   // Everything that restore() needs. No step may be unfinished.
   enum class SnapshotForm : uint8_t {
     kCopied,  // in memory of its own
@@ -204,6 +209,8 @@ class TrainingRun {
   std::string name_in_step(const std::string& tensor) const;
   std::vector<std::string> check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress,
                                       SameFiles same) const;
+  void restore_base(const LoadedCheckpoint& checkpoint);
+  void read_tensors(const LoadedCheckpoint& checkpoint, bool converts_states);
   void stage(CheckpointContents& contents, const std::vector<TensorView>& parts);
   int64_t share_targets(int64_t own);
   void begin_evaluation_batch(const std::exception_ptr& read_failure);

@@ -3,6 +3,7 @@
 #include <cstring>
 #include <filesystem>
 #include <numeric>
+#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -12,6 +13,7 @@
 #include "core/bit_hash.h"
 #include "engine/checkpoint/checkpoint_base.h"
 #include "engine/checkpoint/checkpoint_layout.h"
+#include "engine/checkpoint/checkpoint_states.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/config/config_io.h"
 #include "engine/files/float_elements.h"
@@ -24,13 +26,17 @@ namespace {
 namespace fs = std::filesystem;
 
 // Throws when `config` cannot go on from the checkpoint; returns how it goes on differently.
-std::vector<std::string> check_resumable(const LoadedCheckpoint& checkpoint, const Config& config) {
+ResumeDifferences check_resumable(const LoadedCheckpoint& checkpoint, const Config& config, bool converts_states) {
   const Config saved = config_of(checkpoint, {});
   ResumeDifferences differences = resume_differences(saved, config);
-  if (differences.refused.empty()) return std::move(differences.allowed);
+  std::vector<std::string>&refused = differences.refused, &converted = differences.converted;
+  if (refused.empty() && (converted.empty() || converts_states)) return differences;
+  const bool may_be_converted = refused.empty();
+  if (!converts_states) refused.insert(refused.end(), converted.begin(), converted.end());
   throw_bad_input(
-      "{}: the checkpoint belongs to another config: {}; change it back, or train in another checkpoint.folder",
-      checkpoint.path(), fmt::join(differences.refused, "; "));
+      "{}: the checkpoint belongs to another config: {}; change it back, {}or train in another checkpoint.folder",
+      checkpoint.path(), fmt::join(refused, "; "),
+      may_be_converted ? "go on with --convert-states, which rounds masters and moments to the new formats, " : "");
 }
 
 // Whether two values of checkpoint.init_from name the same, which may have moved to another folder.
@@ -275,12 +281,8 @@ std::vector<std::string> TrainingRun::check_data(const LoadedCheckpoint& checkpo
       may_be_mended ? "; where tokens were mended, go on with --accept-mended-data" : "");
 }
 
-std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint, SameFiles same) {
-  const SavedProgress progress = read_progress(checkpoint);
-  std::vector<std::string> differences = check_resumable(checkpoint, config_);
-  for (const std::string& mended : check_data(checkpoint, progress, same)) {
-    differences.push_back(fmt::format("data.train: {}", mended));
-  }
+// Reads what the checkpoint names of another: the frozen weights that it was trained beside.
+void TrainingRun::restore_base(const LoadedCheckpoint& checkpoint) {
   if (has_base(checkpoint)) {
     LoadedCheckpoint whole = checkpoint;
     attach_base(whole,
@@ -301,9 +303,18 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   std::string& given = config_.checkpoint.init_from;
   const bool is_base = has_base(checkpoint) && is_named_by(given, base_.at("checkpoint").get<std::string>());
   if (!is_base && !is_same_source(source, given)) given = source;
+}
+
+void TrainingRun::read_tensors(const LoadedCheckpoint& checkpoint, bool converts_states) {
+  std::optional<StateConversion> conversion;
+  if (converts_states) conversion.emplace(checkpoint, declared_.optimizer);
+  const auto is_converted = [&](const std::string& name) { return conversion && conversion->covers(name); };
   std::unordered_map<std::string, NamedTensor> wanted;
-  for (const NamedTensor& tensor : tensors()) wanted.emplace(tensor.name, tensor);
+  for (const NamedTensor& tensor : tensors()) {
+    if (!is_converted(tensor.name)) wanted.emplace(tensor.name, tensor);
+  }
   for (const SafetensorsEntry& entry : checkpoint.tensors()) {
+    if (is_converted(entry.name)) continue;
     const auto found = wanted.find(entry.name);
     if (found == wanted.end())
       throw_bad_input("{}: has a tensor {} that this config does not have", checkpoint.path(), entry.name);
@@ -331,6 +342,19 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
     device_.copy_to_device(target + tensor.box.place_of(first_element) * size_of(entry.dtype), bytes.data(),
                            static_cast<int64_t>(bytes.size()));
   });
+  if (conversion) conversion->run(device_, declared_.optimizer);
+}
+
+std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint, const RestoreOptions& options) {
+  const SavedProgress progress = read_progress(checkpoint);
+  ResumeDifferences found = check_resumable(checkpoint, config_, options.converts_states);
+  std::vector<std::string> differences = std::move(found.allowed);
+  for (const std::string& mended : check_data(checkpoint, progress, options.same)) {
+    differences.push_back(fmt::format("data.train: {}", mended));
+  }
+  restore_base(checkpoint);
+  read_tensors(checkpoint, !found.converted.empty());
+  for (const std::string& of_states : found.converted) differences.push_back(of_states + ", converted");
   completed_steps_ = checkpoint.step();
   hashed_step_ = -1;
   applied_steps_ = progress.applied_steps;

@@ -1,0 +1,30 @@
+#pragma once
+#include <set>
+#include <string>
+
+#include "engine/checkpoint/checkpoint.h"
+#include "kernels/device/device.h"
+#include "optim/optimizer.h"
+
+namespace parka {
+
+// The masters and moments that a checkpoint has in other formats than an optimizer, which are rounded to the
+// optimizer's: as fp32 values, as an update would store them, by the CPU. A master that the new form holds exactly
+// keeps its value; where masters change, the weights that the model computes with are set from them.
+class StateConversion {
+ public:
+  StateConversion(const LoadedCheckpoint& checkpoint, const Optimizer& optimizer);
+
+  // Whether run() sets this tensor of the checkpoint or of the optimizer, so that it cannot be taken as it is.
+  bool covers(const std::string& tensor) const { return covered_.contains(tensor); }
+
+  // Sets this rank's part of all of them. Throws Error(kBadInput) where the checkpoint lacks one, or has one that
+  // no format is or that is not finite.
+  void run(Device& device, Optimizer& optimizer) const;
+
+ private:
+  const LoadedCheckpoint& checkpoint_;
+  std::set<std::string> covered_;
+};
+
+}  // namespace parka
