@@ -7,6 +7,7 @@ import unittest
 from parka_runs import RunFolder, checkpoints, faulty_files, learning_curve, metrics, tiny_config, tree_digest, write_tokens
 
 NOT_FINITE = 3
+IO_FAILED = 4
 DIVERGES = 1e30  # a learning rate that makes weights whose next step overflows
 
 
@@ -134,6 +135,45 @@ class BadSteps(RunFolder):
                 self.config["training"]["steps"] = 9
                 self.assert_exit(self.train(self.config, *arguments), 0)
                 self.assertEqual(checkpoints(folder), ["step_00000009"])
+
+    def test_a_save_replaces_no_older_one_before_the_next_step_is_finite(self):
+        for arguments in ((), ("--ranks", "2"), ("--set", "checkpoint.async=false")):
+            with self.subTest(arguments=arguments):
+                self.config["optimizer"]["lr"] = 3e-3
+                self.config["checkpoint"].update(interval=0, folder=self.path("_".join(["next", *arguments])))
+                self.good_steps(*arguments)
+                self.config["checkpoint"]["interval"] = 4
+                for _ in range(2):
+                    self.assert_ended(self.train(self.config, *arguments), "step 5: loss", "step 4 is saved")
+                    folder = self.config["checkpoint"]["folder"]
+                    self.assertEqual(checkpoints(folder), ["step_00000003", "step_00000004"])
+                shutil.rmtree(os.path.join(folder, "step_00000004"))
+                self.config["optimizer"]["lr"] = 3e-3
+                self.config["training"]["steps"] = 9
+                self.config["checkpoint"]["save_final"] = False
+                self.assert_exit(self.train(self.config, *arguments), 0)
+                self.assertEqual(checkpoints(folder), ["step_00000008"])
+                self.config["checkpoint"]["save_final"] = True
+
+    def test_a_last_save_that_is_tried_again_keeps_no_older_ones_after_its_evaluation(self):
+        self.good_steps()
+        self.config["optimizer"]["lr"] = 3e-3
+        self.config["training"].update(steps=4, eval_interval=4)
+        result = self.train(self.config, env=faulty_files("fsync:*step_00000004*shard*:EIO:1:1"))
+        self.assert_exit(result, 0)
+        self.assertIn("trying once more", result.stderr)
+        self.assertEqual(checkpoints(self.run_folder), ["step_00000004"])
+
+    def test_what_a_stop_has_kept_is_removed_before_the_next_save(self):
+        self.good_steps()
+        self.config["optimizer"]["lr"] = 3e-3
+        self.config["training"]["steps"] = 20
+        self.config["checkpoint"]["interval"] = 4
+        self.assert_exit(self.train(self.config, env=faulty_files("read:*/a.npy:EIO:20:1")), IO_FAILED)
+        self.assertEqual(checkpoints(self.run_folder), ["step_00000004", "step_00000006"])
+        # There is room for checkpoint.keep + 1 of them.
+        self.assert_exit(self.train(self.config, env=faulty_files("open:*step_0000000[89]*:ENOSPC:1:1000")), IO_FAILED)
+        self.assertEqual(checkpoints(self.run_folder), ["step_00000006"])
 
     def test_the_command_of_the_save_ends_first_where_an_evaluation_is_not_finite(self):
         self.config["checkpoint"]["on_saved"] = f"sleep 0.5; basename {{path}} >> {self.path('copied')}"

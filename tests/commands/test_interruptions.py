@@ -242,7 +242,7 @@ class Failures(Interruptions):
             with self.subTest(f"read {len(codes)}"):
                 self.assertIn(result.returncode, (0, IO_FAILED), result.stderr)
                 if self.steps_in_metrics():
-                    self.assertEqual(self.saved_steps(), [self.step_reached()])
+                    self.assertEqual(self.saved_steps()[-1], self.step_reached())
                 self.assert_goes_on_as(undisturbed, config)
             shutil.rmtree(self.path("run"))
         self.assertGreater(codes.count(IO_FAILED), 10)

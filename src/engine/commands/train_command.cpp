@@ -239,6 +239,7 @@ class TrainCommand {
       hook_.repeat(*checkpoint);
       log_info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
       for (const std::string& difference : differences) log_info("changed since: {}", difference);
+      saver_.continue_from(checkpoint->step());
       keep_source();
     } else {
       start_new_run(group);
@@ -320,6 +321,8 @@ class TrainCommand {
       progress.add(*report, record(*report));
       if (!report->is_finite() && ends_run(config_, run_.skipped_in_a_row())) end_at_bad_step(*report);
       if (!report->applied && is_first()) log_skipped_step(*report, config_);
+      // The weights that were saved before this step are sound.
+      if (report->is_finite() && saver_.newest_step() >= 0) saver_.remove_older();
       const bool last = report->step == training.steps;
       if (report->step % training.log_interval == 0 || last) log_line(LogLevel::kInfo, progress.take_line());
     };
@@ -336,7 +339,7 @@ class TrainCommand {
       const bool is_worth_it = last || run_.applied_steps() > 0;  // else a checkpoint would only bind the config
       if ((save_due && is_worth_it) || agreed.save_failed) save();
       if (eval_due && !evaluate()) return stop();
-      if (eval_due && run_.skipped_in_a_row() == 0) saver_.remove_older();
+      if (last && eval_due && run_.skipped_in_a_row() == 0) saver_.remove_older();
     }
     saver_.finish();
     log_memory(run_, *device_);
@@ -362,11 +365,14 @@ class TrainCommand {
     return {(most & 2) != 0, (most & 1) != 0, (most & 4) != 0};
   }
 
-  // What is saved while steps are skipped is what the last update has left, which may be their reason. What is
-  // evaluated next may turn out to be of no use.
+  // Whether the weights are of use is known once a step or an evaluation with them was finite; until then older
+  // checkpoints stay. What is saved while steps are skipped is what the last update has left, which may be their
+  // reason.
   void save() {
-    saver_.keep_older(ends_at_bad_step_ || run_.skipped_in_a_row() > 0 ||
-                      evaluation_.is_due(run_.completed_steps()));
+    const int64_t step = run_.completed_steps();
+    const bool is_sound = !ends_at_bad_step_ && run_.skipped_in_a_row() == 0;
+    if (is_sound) saver_.remove_older();  // those beside the checkpoint that the run was resumed from, too
+    saver_.keep_older(!is_sound || step < config_.training.steps || evaluation_.is_due(step));
     launch_.watchdog().at(run_.completed_steps(), "saving a checkpoint");
     saver_.save();
   }

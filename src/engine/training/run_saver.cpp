@@ -98,6 +98,7 @@ void RunSaver::begin() {
   newest_step_ = run_.completed_steps();
   CheckpointContents contents = run_.snapshot(form);
   contents.keeps_older = keeps_older_;
+  kept_beside_ = keeps_older_ ? newest_step_ : -1;
   if (form == Form::kStaged) {
     saver_.save(std::move(contents));
   } else {
@@ -114,7 +115,7 @@ void RunSaver::save() {
 
 void RunSaver::remove_older() {
   keeps_older_ = false;
-  if (newest_step_ == run_.completed_steps()) saver_.remove_outdated(newest_step_);
+  if (kept_beside_ >= 0) saver_.remove_outdated(std::exchange(kept_beside_, -1));
 }
 
 void RunSaver::finish() {

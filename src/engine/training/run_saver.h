@@ -30,7 +30,9 @@ class RunSaver {
 
   // Whether saves from here on remove no older checkpoint, however many there are: what is saved may be of no use.
   void keep_older(bool keeps) { keeps_older_ = keeps; }
-  // The present state is of use after all: removes the older checkpoints beside its save, if it was saved.
+  // The run goes on from the checkpoint of this step, beside which there may be older ones that were kept so.
+  void continue_from(int64_t step) { kept_beside_ = step; }
+  // The newest save is of use, also where it is tried again: removes the older ones that were kept beside it.
   void remove_older();
 
   // Seconds for which training has waited for saves since the last call.
@@ -55,6 +57,7 @@ class RunSaver {
   CheckpointSaver saver_;
   bool is_second_try_ = false, keeps_older_ = false;
   int64_t newest_step_ = -1;
+  int64_t kept_beside_ = -1;  // the checkpoint beside which older ones are kept; -1: none
   double wait_seconds_ = 0;
   bool told_ = false;  // that there is too little memory
 };
