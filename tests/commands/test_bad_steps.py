@@ -175,6 +175,16 @@ class BadSteps(RunFolder):
         self.assert_exit(self.train(self.config, env=faulty_files("open:*step_0000000[89]*:ENOSPC:1:1000")), IO_FAILED)
         self.assertEqual(checkpoints(self.run_folder), ["step_00000006"])
 
+    def test_a_last_evaluation_that_was_cut_off_removes_older_checkpoints_when_it_is_made(self):
+        self.good_steps()
+        self.config["optimizer"]["lr"] = 3e-3
+        self.config["training"].update(steps=4, eval_interval=4)
+        self.assert_exit(self.train(self.config, env=faulty_files("read:*/held_out.npy:EIO:5:1000")), IO_FAILED)
+        self.assertEqual(checkpoints(self.run_folder), ["step_00000003", "step_00000004"])
+        self.assert_exit(self.train(self.config), 0)
+        self.assertEqual(len(metrics(self.run_folder, "eval")), 1)
+        self.assertEqual(checkpoints(self.run_folder), ["step_00000004"])
+
     def test_the_command_of_the_save_ends_first_where_an_evaluation_is_not_finite(self):
         self.config["checkpoint"]["on_saved"] = f"sleep 0.5; basename {{path}} >> {self.path('copied')}"
         self.good_steps()

@@ -124,7 +124,10 @@ class TrainCommand {
     }
     if (evaluation_is_missing_ && !evaluate()) return stop();
     if (communicator_->max(deferred_ ? 1.0 : 0.0) > 0) end_after_failure();
-    if (is_done) return 0;
+    if (is_done) {
+      if (evaluation_is_missing_ && run_.skipped_in_a_row() == 0) saver_.remove_older();  // its losses are finite
+      return 0;
+    }
     saver_.prepare();
     return train_steps();
   }
