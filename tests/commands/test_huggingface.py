@@ -103,6 +103,12 @@ class RoundTrip(HuggingFace):
         self.assert_exit(parka("export", imported, "--out", self.path("exported")), 0)
         self.assertEqual(tree_digest(self.path("exported")), tree_digest(self.model))
 
+    def test_names_of_folders_may_end_with_slashes_and_dots(self):
+        imported = self.import_model("imported/./")
+        self.assertEqual(sorted(os.listdir(self.folder)), ["a.npy", "b.npy", "held_out.npy", "imported", "model"])
+        self.assert_exit(parka("export", imported, "--out", self.path("exported/.")), 0)
+        self.assertEqual(tree_digest(self.path("exported")), tree_digest(self.model))
+
     def test_other_programs_files(self):
         """Another order of tensors, other metadata, a padded header, a tied head that is there all the same."""
         self.use("olmo_tied")

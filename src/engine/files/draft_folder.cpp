@@ -19,8 +19,9 @@ bool is_there(const std::string& path) {
   return fs::symlink_status(path, error).type() != fs::file_type::not_found;
 }
 
+// Without slashes and dots at its end: "new/." cannot be renamed to.
 std::string without_slashes(std::string path) {
-  while (path.size() > 1 && path.back() == '/') path.pop_back();
+  while (path.size() > 1 && (path.back() == '/' || path.ends_with("/."))) path.pop_back();
   if (path.empty()) throw_bad_input("the path of the folder to write is empty");
   return path;
 }
