@@ -344,6 +344,13 @@ TEST_CASE("combinations of a model with a tower that cannot work are refused", "
          c.model.vision.tower.d_ffn = 80;
        },
        "precision.tower = fp8 needs model.vision.d_ffn = 80 to be a multiple of precision.group_size = 32"},
+      {[](Config& c) {
+         apply_recipe(Recipe::kParka, c);
+         c.precision.tower = Storage::kFp8;
+         c.model.vision.tower.patch_size = 1;
+         c.training.micro_batch_size = c.training.global_batch_size = 5344;  // of two images of 785 rows
+       },
+       "data.images_per_sequence * the rows of an image = 8390080 are more rows than the 8388480"},
   }));
   Config c = small_config();
   c.model.vision.tower = {.kind = TowerKind::kClip,
@@ -377,6 +384,46 @@ TEST_CASE("all blocks of a model but two can be offloaded", "[engine][config]") 
       }
     }
   }
+}
+
+TEST_CASE("matrices of more rows than a GPU makes FP8 codes of are refused, and no smaller ones",
+          "[engine][config]") {
+  // A GPU has tiles of 128 rows, of which 65535 fit below one another.
+  const auto problem = [](Recipe recipe, Change change) {
+    Config c = small_config();
+    apply_recipe(recipe, c);
+    c.data.sequence_length = 128;
+    c.training.micro_batch_size = 1;
+    change(c);
+    c.training.global_batch_size = c.training.micro_batch_size;
+    return refusal([&] { validate(c); });
+  };
+  const Change most = [](Config& c) { c.training.micro_batch_size = 65535; };
+  const Change more = [](Config& c) { c.training.micro_batch_size = 65536; };
+  const Change shared = [](Config& c) {
+    c.training.micro_batch_size = 65536;
+    c.distributed.context_parallel = 2;
+  };
+  for (const Recipe recipe : {Recipe::kFp8Linear, Recipe::kFp8Block, Recipe::kCoat, Recipe::kParka}) {
+    CAPTURE(name_of(recipe));
+    CHECK(problem(recipe, most) == "");
+    CHECK(problem(recipe, shared) == "");
+    CHECK(
+        problem(recipe, more) ==
+        "training.micro_batch_size * data.sequence_length = 8388608 are more rows than the 8388480 of which a GPU "
+        "makes FP8 codes; make it smaller, or use no FP8");
+  }
+  CHECK(problem(Recipe::kBf16, more) == "");
+  CHECK(problem(Recipe::kBf16, [](Config& c) { c.model.vocab_size = 8388608; }) == "");
+  CHECK(problem(Recipe::kParka, [](Config& c) { c.model.vocab_size = 8388480; }) == "");
+  CHECK(
+      problem(Recipe::kParka, [](Config& c) { c.model.vocab_size = 8388608; }).starts_with("model.vocab_size = "));
+  CHECK(problem(Recipe::kParka, [](Config& c) { c.model.d_ffn = 4194240; }) == "");
+  CHECK(
+      problem(Recipe::kParka, [](Config& c) { c.model.d_ffn = 4194304; }).starts_with("2 * model.d_ffn = 8388608"));
+  CHECK(problem(Recipe::kParka, [](Config& c) {
+          c.model.num_heads = c.model.given_head_dim = 2048;
+        }).starts_with("(model.num_heads + 2 * model.num_kv_heads) * head_dim = 12582912"));
 }
 
 TEST_CASE("fp32 compute with FP8 storage is a valid study", "[engine][config]") {

@@ -8,6 +8,7 @@
 #include "engine/config/data_sources.h"
 #include "engine/config/distributed_config.h"
 #include "engine/config/finetune_config.h"
+#include "kernels/ops/quantize/quantize.h"
 #include "model/activation_offload.h"
 #include "model/parameter_table.h"
 
@@ -187,6 +188,12 @@ void check_size(const Config& c) {
   }
 }
 
+// What the rows of a rank's micro-batch are made of.
+std::string_view micro_batch_rows(const Config& c) {
+  if (c.distributed.context_parallel == 1) return "training.micro_batch_size * data.sequence_length";
+  return "training.micro_batch_size * data.sequence_length / distributed.context_parallel";
+}
+
 // FP8 tensor cores work on 16 elements along the summed axis at a time, and every axis is summed over in one of
 // forward, input gradient and weight gradient; the last sums over tokens.
 void check_fp8_gemm(const Config& c) {
@@ -205,10 +212,30 @@ void check_fp8_gemm(const Config& c) {
   require_multiple(fmt::format("(model.num_heads + 2 * model.num_kv_heads) * {}",
                                c.model.given_head_dim == 0 ? "d_model / num_heads" : "head_dim"),
                    c.model.d_qkv());
-  const bool shares = c.distributed.context_parallel > 1;
-  require_multiple(shares ? "training.micro_batch_size * data.sequence_length / distributed.context_parallel"
-                          : "training.micro_batch_size * data.sequence_length",
-                   c.micro_batch_shape().num_tokens());
+  require_multiple(micro_batch_rows(c), c.micro_batch_shape().num_tokens());
+}
+
+// A GPU's kernels would refuse these in the middle of a step.
+void check_fp8_rows(const Config& c) {
+  const auto require_few = [](std::string_view what, double rows) {
+    if (rows <= static_cast<double>(kMaxFloat8Rows)) return;
+    throw_bad_input(
+        "{} = {:.0f} are more rows than the {} of which a GPU makes FP8 codes; make it smaller, or use no FP8",
+        what, rows, kMaxFloat8Rows);
+  };
+  if (c.precision.has_fp8()) {
+    require_few(micro_batch_rows(c), static_cast<double>(c.micro_batch_shape().num_tokens()));
+  }
+  if (c.precision.tower == Storage::kFp8) {
+    const double images =
+        static_cast<double>(c.training.micro_batch_size) * static_cast<double>(c.data.images_per_sequence);
+    require_few("training.micro_batch_size * data.images_per_sequence * the rows of an image",
+                images * static_cast<double>(c.model.vision.tower.num_tokens()));
+  }
+  if (c.precision.gemm == GemmPrecision::kCompute) return;
+  require_few("2 * model.d_ffn", 2 * static_cast<double>(c.model.d_ffn));
+  require_few("(model.num_heads + 2 * model.num_kv_heads) * head_dim", static_cast<double>(c.model.d_qkv()));
+  if (c.precision.head == Storage::kFp8) require_few("model.vocab_size", static_cast<double>(c.model.vocab_size));
 }
 
 void check_fp8_head(const Config& c) {
@@ -505,6 +532,7 @@ void validate(const Config& config) {
   check_distributed(config);
   check_size(config);
   check_fp8_gemm(config);
+  check_fp8_rows(config);
   check_fp8_head(config);
   check_fp8_tower(config.model, config.precision);
   check_kept_activations(config.model, config.precision);

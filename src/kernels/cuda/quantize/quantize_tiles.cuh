@@ -9,6 +9,7 @@
 #include "kernels/cuda/quantize/fp8.cuh"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
+#include "kernels/ops/quantize/quantize.h"
 
 // Writes a matrix in any format, row-major and transposed, from any source of numbers: find_amax and write_tiles at
 // the end of this file take a Source, which has
@@ -369,7 +370,8 @@ __global__ void __launch_bounds__(kThreads) pieces_kernel(const Source source, c
 // Checks the limits: columns plus a tile must fit in an int, and the tiles of a column in a grid's y.
 inline void check_extents(int64_t rows, int64_t cols) {
   constexpr int64_t kMaxGridY = 65535, kMaxCols = int64_t{1} << 30;
-  PARKA_REQUIRE(rows <= kMaxGridY * kSize && cols <= kMaxCols);
+  static_assert(kMaxFloat8Rows == kMaxGridY * kSize);  // what a config may ask for
+  PARKA_REQUIRE(rows <= kMaxFloat8Rows && cols <= kMaxCols);
 }
 
 inline dim3 grid_of(int64_t rows, int64_t cols) {

@@ -24,4 +24,8 @@ struct Quantize {
 PARKA_OP(quantize, Quantize);
 int64_t workspace_of(const Quantize& a);
 
+// The rows that a matrix may have on a GPU where kernels make FP8 codes of it: tiles of 128 rows are one below the
+// other in a grid, which has at most 65535 rows of blocks.
+inline constexpr int64_t kMaxFloat8Rows = int64_t{65535} * 128;
+
 }  // namespace parka
