@@ -14,6 +14,7 @@
 #include "engine/config/config_io.h"
 #include "engine/training/training_run.h"
 #include "tests/support/catch.h"
+#include "tests/support/late_communicator.h"
 #include "tests/support/temporary_folder.h"
 #include "tests/support/thread_ranks.h"
 
@@ -85,12 +86,17 @@ using BeforeStep = std::function<void(TrainingRun&, int step)>;
 
 using MakeDevice = std::function<std::unique_ptr<Device>()>;
 
+enum class Collectives { kAtOnce, kLate };
+
 inline Outcome train(const Config& config, int ranks, const BeforeStep& before_step = {},
-                     const MakeDevice& make_device = make_cpu_device) {
+                     const MakeDevice& make_device = make_cpu_device,
+                     Collectives collectives = Collectives::kAtOnce) {
   std::vector<Outcome> outcomes(static_cast<size_t>(ranks));
   std::mutex mutex;
   TensorBytes whole;
-  ThreadRanks(ranks).run([&](Communicator& communicator) {
+  ThreadRanks(ranks).run([&](Communicator& real) {
+    LateCommunicator late(real);
+    Communicator& communicator = collectives == Collectives::kLate ? late : real;
     const auto device = make_device();
     TrainingRun run(config, *device, communicator);
     run.initialize();
