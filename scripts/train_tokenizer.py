@@ -26,7 +26,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from python_packages import require  # noqa: E402
 
 require("numpy", "tokenizers")
-from text_data.common import InputError, Parser, print_made, write_file  # noqa: E402
+from text_data.common import InputError, Parser, print_made, require_writable, write_file  # noqa: E402
 from text_data.partial import run_script  # noqa: E402
 from text_data.readers import InputFile, Reading, find_files  # noqa: E402
 from text_data.tokenizer import EOS_NAMES  # noqa: E402
@@ -95,6 +95,7 @@ def train(options: argparse.Namespace):
     first = next(documents, None)
     if first is None:
         raise InputError(f"no text in {', '.join(map(str, options.input))}; check the paths and --include")
+    require_writable(options.out)
     tokenizer.train_from_iterator(itertools.chain([first], documents), trainer)
     tokenizer.add_special_tokens([EOS_NAMES[0]])
     return tokenizer

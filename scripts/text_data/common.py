@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import errno
 import json
 import os
 import re
 import stat
 import sys
 from pathlib import Path
-from typing import BinaryIO, Iterable
+from typing import BinaryIO, Iterable, Iterator
 
 
 class InputError(Exception):
@@ -71,11 +73,9 @@ def write_lines(path: Path, lines: list[dict]) -> None:
 def write_file(path: Path, parts: Iterable[bytes]) -> None:
     """A file appears whole or not at all, and an existing one is replaced, also one that a symbolic link leads to. A device or
     a pipe, as /dev/stdout, is written into."""
-    try:
+    with refusing(path):
         target = file_behind(path)
         file = open_in_place(path) if target is None else open_staging(target)
-    except OSError as error:
-        raise InputError(f"{path}: cannot be made ({error.strerror}); give --out a place that you may write to")
     if target is None:
         with file:
             file.writelines(parts)
@@ -89,6 +89,26 @@ def write_file(path: Path, parts: Iterable[bytes]) -> None:
         sync_folder(target.parent)
     finally:
         staging.unlink(missing_ok=True)
+
+
+def require_writable(path: Path) -> None:
+    """Refuses what write_file() would refuse to make, before the work for it is done."""
+    with refusing(path):
+        target = file_behind(path)
+        if target is None:
+            if path.is_dir():
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+            return
+        with open_staging(target) as file:
+            os.unlink(file.name)
+
+
+@contextlib.contextmanager
+def refusing(path: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise InputError(f"{path}: cannot be made ({error.strerror}); give --out a place that you may write to")
 
 
 def file_behind(path: Path) -> Path | None:

@@ -152,6 +152,15 @@ class TrainTokenizer(unittest.TestCase):
         self.assertRegex(result.stderr, "^train_tokenizer: error: .*File too large.*\n$")
         self.assertEqual((out.read_bytes(), os.listdir(out.parent)), (before, ["t.json"]))
 
+    def test_what_cannot_be_written_is_refused_before_training(self):
+        text = ("import sys, tokenizers, train_tokenizer\n"
+                "tokenizers.Tokenizer.train_from_iterator = lambda *_: sys.exit('it trains')\nsys.exit(train_tokenizer.main())\n")
+        (self.folder / "file").touch()
+        result = subprocess.run([sys.executable, "-c", text, self.folder / "text", "--out", self.folder / "file" / "t.json"],
+                                capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(SCRIPTS)})
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertRegex(result.stderr, "^train_tokenizer: error: .*cannot be made .*\n$")
+
     def test_signals_end_it_at_once_and_without_a_word(self):
         text = ("import signal, sys, time, train_tokenizer\n"
                 "signal.signal(signal.SIGINT, signal.default_int_handler)\n"  # which whoever runs the tests may ignore

@@ -19,7 +19,7 @@ except ImportError:
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 import prepare_eval  # noqa: E402
-from text_data.common import InputError, write_file  # noqa: E402
+from text_data.common import InputError, require_writable, write_file  # noqa: E402
 
 LINES = [b"one\n", b"two\n"]
 TEXT = b"one\ntwo\n"
@@ -95,8 +95,9 @@ class WrittenFiles(Folder):
         (self.folder / "circle").symlink_to("circle")
         (self.folder / "file").touch()
         for path in (self.out, self.folder / "circle", self.folder / "file" / "out"):
-            with self.subTest(path), self.assertRaisesRegex(InputError, f"^{path}: cannot be made \\(.*\\); give --out"):
-                write_file(path, LINES)
+            for refuse, *arguments in ((write_file, path, LINES), (require_writable, path)):
+                with self.subTest(path), self.assertRaisesRegex(InputError, f"^{path}: cannot be made \\(.*\\); give --out"):
+                    refuse(*arguments)
         self.assertEqual(self.names(), ["circle", "file", "out"])
 
     def test_a_socket_is_refused(self):
