@@ -154,12 +154,13 @@ class Reproduce(unittest.TestCase):
         self.assertEqual(until_fork[0], until_fork[1])
         self.assertEqual(len(until_fork[0]), 8)
 
-        command[1:] = [f"{self.out}/bpe", text, "bf16", "same=bf16"]
+        command[1:] = [f"{self.out}/bpe", text, "bf16", "same=bf16", "coat"]  # of other moments, too
         environment |= dict(SEEDS="1", VOCABULARY="320", HELD_OUT="0.1")
         result = run(*command, **environment)
         self.assertEqual(result.returncode, 0, result.stderr)
         config = json.loads(Path(self.out, "bpe", "same.1", "config.json").read_text())
         self.assertEqual(config["model"]["vocab_size"], 320)
+        self.assertRegex(result.stdout, r"same: \+0\.00000 .*\ncoat: [+-]0\.\d+ nats per token")
         self.assertTrue(Path(self.out, "bpe", "work", "tokens", "eval-00000.npy").exists())
 
     def test_forks_behind_the_end_are_refused(self):
