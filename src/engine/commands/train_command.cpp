@@ -77,7 +77,7 @@ class TrainCommand {
         attention_watch_(config),
         hook_(config.checkpoint, *communicator_,
               [this] { launch_.watchdog().at(0, "waiting for checkpoint.on_saved"); }),
-        evaluation_(run_, *communicator_, records_, hook_, deferred_,
+        evaluation_(run_, *communicator_, records_, deferred_,
                     [this] { launch_.watchdog().at(run_.completed_steps(), "evaluation"); }),
         saver_(run_, *communicator_, config.checkpoint, save_options()) {
     run_.set_place(place());
@@ -422,8 +422,12 @@ class TrainCommand {
 
   // Before the run ends because of something else, of which a save that fails must not take the place.
   bool try_to_save() {
+    return try_to([this] { save_now(); });
+  }
+
+  bool try_to(const std::function<void()>& save) {
     try {
-      save_now();
+      save();
       return true;
     } catch (const Error& e) {
       if (e.code() != ExitCode::kIo && e.code() != ExitCode::kNonFinite) throw;
@@ -489,9 +493,21 @@ class TrainCommand {
 
   // Returns false where a signal asks to stop: what is missing then is evaluated when the run goes on.
   bool evaluate() {
-    const RunEvaluation::End end = evaluation_.evaluate();
+    const RunEvaluation::End end = evaluate_or_end_saves();
     if (end == RunEvaluation::End::kDeferred) end_after_failure();
     return end == RunEvaluation::End::kDone;
+  }
+
+  // A loss that is not finite ends the run, but not before what is being saved, and the command that follows, end.
+  RunEvaluation::End evaluate_or_end_saves() {
+    try {
+      return evaluation_.evaluate();
+    } catch (const Error& e) {
+      if (e.code() != ExitCode::kNonFinite) throw;
+      try_to([this] { saver_.finish(); });
+      hook_.finish_on_all_ranks();
+      throw;
+    }
   }
 
   Config config_;

@@ -17,12 +17,11 @@ struct EndedEarly {  // thrown on all ranks before the same batch
 
 }  // namespace
 
-RunEvaluation::RunEvaluation(TrainingRun& run, Communicator& communicator, RunRecords& records, RunHook& hook,
+RunEvaluation::RunEvaluation(TrainingRun& run, Communicator& communicator, RunRecords& records,
                              DeferredError& deferred, std::function<void()> progress)
     : run_(run),
       communicator_(communicator),
       records_(records),
-      hook_(hook),
       deferred_(deferred),
       progress_(std::move(progress)) {
   run_.on_evaluation_batch([this](const std::exception_ptr& read_failure) { before_batch(read_failure); });
@@ -68,7 +67,6 @@ void RunEvaluation::report_loss(const EvaluationResult& result, const std::strin
            std::exp(result.loss), format_count(static_cast<double>(result.num_targets)));
   record.update({{"step", run_.completed_steps()}, {"loss", result.loss}, {"num_targets", result.num_targets}});
   records_.write(record);
-  if (!std::isfinite(result.loss)) hook_.finish_on_all_ranks();
   check_evaluation(key, result);
 }
 

@@ -10,7 +10,6 @@
 #include "engine/evaluation/evaluation.h"
 #include "engine/evaluation/evaluation_suite.h"
 #include "engine/training/deferred_error.h"
-#include "engine/training/run_hook.h"
 #include "engine/training/run_records.h"
 #include "engine/training/training_run.h"
 
@@ -22,8 +21,8 @@ namespace parka {
 class RunEvaluation {
  public:
   // All that is referred to must outlive it. `progress` is called before each batch.
-  RunEvaluation(TrainingRun& run, Communicator& communicator, RunRecords& records, RunHook& hook,
-                DeferredError& deferred, std::function<void()> progress);
+  RunEvaluation(TrainingRun& run, Communicator& communicator, RunRecords& records, DeferredError& deferred,
+                std::function<void()> progress);
   RunEvaluation(const RunEvaluation&) = delete;  // the run refers to it
   RunEvaluation& operator=(const RunEvaluation&) = delete;
 
@@ -44,7 +43,7 @@ class RunEvaluation {
   };
   // Evaluates the model after the last completed step. Ends early, on all ranks before the same batch, when a rank
   // is asked to stop or has a deferred error; of data that cannot be read or has no target it defers one itself.
-  // Throws Error(kNonFinite) when a loss is not finite, once it is recorded and the hook has finished.
+  // Throws Error(kNonFinite), on all ranks, when a loss is not finite, once it is recorded.
   End evaluate();
 
  private:
@@ -57,7 +56,6 @@ class RunEvaluation {
   TrainingRun& run_;
   Communicator& communicator_;
   RunRecords& records_;
-  RunHook& hook_;
   DeferredError& deferred_;
   std::function<void()> progress_;
   EvaluationSuite suite_;
