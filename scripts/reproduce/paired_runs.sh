@@ -16,6 +16,7 @@ PARKA=${PARKA:-build/cuda/parka}
 python=${PYTHON:-python3}
 GPUS=${GPUS:-0}
 MODEL=${MODEL:-}
+train_options=  # of parka train, one word or none
 work=$out/work
 mkdir -p "$work"
 text_files=(--include '*.py' --include '*.pyi' --include '*.h' --include '*.hpp' --include '*.c' --include '*.cpp'
@@ -69,7 +70,7 @@ train() {  # a RUN; SLOT is which of the GPUs. A key that comes later wins.
   done
   local commas=${gpus[$SLOT]//[!,]/}
   [ -z "$commas" ] || ranks=(--ranks $((${#commas} + 1)))
-  CUDA_VISIBLE_DEVICES=${gpus[$SLOT]} "$PARKA" train "$config" ${train_options:-} "${ranks[@]}" "${set[@]}" \
+  CUDA_VISIBLE_DEVICES=${gpus[$SLOT]} "$PARKA" train "$config" $train_options "${ranks[@]}" "${set[@]}" \
     --set checkpoint.folder="$work/$name" >> "$out/$name.txt" 2>&1 ||
     { echo "$name: ended with $?: $(tail -n 1 "$out/$name.txt") ($out/$name.txt)" >&2; return 1; }
 }

@@ -243,6 +243,7 @@ class Failures(Interruptions):
                 self.assertIn(result.returncode, (0, IO_FAILED), result.stderr)
                 if self.steps_in_metrics():
                     self.assertEqual(self.saved_steps()[-1], self.step_reached())
+                    self.assertLessEqual(len(self.saved_steps()), 2)  # checkpoint.keep, and what the next step had not removed
                 self.assert_goes_on_as(undisturbed, config)
             shutil.rmtree(self.path("run"))
         self.assertGreater(codes.count(IO_FAILED), 10)

@@ -17,6 +17,13 @@ void evaluate_once(TrainingRun& run, int step) {
   if (step == 1) run.evaluate(run.data());
 }
 
+// More blocks than there are buffers for gathered weights, or for gradients.
+Config five_blocks(const TemporaryFolder& folder, const std::string& recipe, int64_t stage) {
+  Config config = config_for(folder, recipe, stage);
+  config.model.num_layers = 5;
+  return config;
+}
+
 void check_late(const Config& config, int ranks) {
   validate(config);
   const Outcome at_once = train(config, ranks, evaluate_once);
@@ -47,8 +54,7 @@ TEST_CASE("weights that are gathered late do not change a bit of stage 3", "[eng
       for (const int64_t gathered : {2, 3}) {
         CAPTURE(name_of(copies), name_of(recompute), gathered);
         const TemporaryFolder folder;
-        Config config = config_for(folder, "parka", 3);
-        config.model.num_layers = 5;
+        Config config = five_blocks(folder, "parka", 3);
         config.precision.weight_copies = copies;
         config.precision.recompute = recompute;
         config.distributed.gathered_blocks = gathered;
@@ -63,8 +69,7 @@ TEST_CASE("gradients that are reduced late are released with the same bits", "[e
     for (int64_t stage = 0; stage <= 3; ++stage) {
       CAPTURE(recipe, stage);
       const TemporaryFolder folder;
-      Config config = config_for(folder, recipe, stage);
-      config.model.num_layers = 5;
+      Config config = five_blocks(folder, recipe, stage);
       config.training.micro_batch_size = 2;
       config.optimizer.release_gradients = true;
       if (stage > 0) config.distributed.shard_size = 2;
@@ -93,8 +98,7 @@ TEST_CASE("late collectives and late copies do not change a bit of weights in ho
     for (int64_t stage = 0; stage <= 3; ++stage) {
       CAPTURE(recipe, stage);
       const TemporaryFolder folder;
-      Config config = config_for(folder, recipe, stage);
-      config.model.num_layers = 5;
+      Config config = five_blocks(folder, recipe, stage);
       config.optimizer.offload = config.precision.offload_weights = true;
       config.precision.weight_copies = WeightCopies::kNone;
       const Outcome at_once = train(config, 2, evaluate_once);

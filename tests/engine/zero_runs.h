@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdint>
-#include <fstream>
 #include <functional>
 #include <map>
 #include <memory>
@@ -10,9 +9,9 @@
 #include <utility>
 #include <vector>
 
-#include "core/philox.h"
 #include "engine/config/config_io.h"
 #include "engine/training/training_run.h"
+#include "tests/engine/training_run_fixture.h"
 #include "tests/support/catch.h"
 #include "tests/support/late_communicator.h"
 #include "tests/support/temporary_folder.h"
@@ -23,14 +22,6 @@ namespace parka::test {
 
 inline constexpr int64_t kZeroSequence = 16;
 inline constexpr int kZeroSteps = 4;
-
-inline void write_tokens(const std::string& path, int64_t count) {
-  std::ofstream file(path, std::ios::binary);
-  for (int64_t i = 0; i < count; ++i) {
-    const auto token = static_cast<uint16_t>(philox4x32(1, 2, static_cast<uint64_t>(i))[0] % 64);
-    file.write(reinterpret_cast<const char*>(&token), sizeof(token));
-  }
-}
 
 inline Config config_for(const TemporaryFolder& folder, const std::string& recipe, int64_t stage,
                          const char* norm = "rmsnorm", bool tied = false) {
