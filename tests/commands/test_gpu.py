@@ -1,6 +1,7 @@
 """Training on the GPU against training on the CPU, on real text: skipped where there is no GPU."""
 import json
 import os
+import shutil
 import sys
 import sysconfig
 import unittest
@@ -51,9 +52,9 @@ class GpuAgainstCpu(RunFolder):
             "device": {"kind": device},
         }
 
-    def run_training(self, run, device, **options):
+    def run_training(self, run, device, *arguments, **options):
         path = self.write_config(self.config(run, device, **options), run + ".json")
-        result = parka("train", path)
+        result = parka("train", path, *arguments)
         self.assert_exit(result, 0)
         return [record["loss"] for record in metrics(self.path(run))]
 
@@ -169,6 +170,23 @@ class GpuAgainstCpu(RunFolder):
                 self.assertEqual(losses[: STEPS // 2], straight[first][: STEPS // 2])
                 noise = self.worst_difference(straight["cpu"], straight["cuda"])
                 self.assertLess(self.worst_difference(losses, straight[first]), 2 * noise)
+
+    def test_a_run_goes_on_with_other_states_on_both_devices(self):
+        stem = self.run_training("stem", "cuda", steps=STEPS // 2)
+        runs = [(recipe, device) for recipe in ("bf16", "coat") for device in ("cpu", "cuda")]
+        curves = {}
+        for recipe, device in runs:
+            run = f"{recipe}_{device}"
+            shutil.copytree(self.path("stem"), self.path(run))
+            curves[recipe, device] = self.run_training(run, device, "--convert-states", recipe=recipe)
+            self.assertEqual(curves[recipe, device][: STEPS // 2], stem)
+        noise = self.worst_difference(curves["coat", "cpu"], curves["bf16", "cpu"])
+        for recipe in ("bf16", "coat"):
+            self.assertLess(self.worst_difference(curves[recipe, "cpu"], curves[recipe, "cuda"]), 2 * noise)
+        # And back to fp32 moments.
+        again = {device: self.run_training(f"coat_{device}", device, "--convert-states", steps=STEPS + 10)
+                 for device in ("cpu", "cuda")}
+        self.assertLess(self.worst_difference(again["cpu"][STEPS:], again["cuda"][STEPS:]), 2 * noise)
 
     def test_eval_agrees(self):
         self.run_training("run", "cuda")
