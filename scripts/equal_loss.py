@@ -21,9 +21,15 @@ The interval covers the true gap with 95 %: of several seeds by Student's t over
 over its steps, which leaves out what another seed would change, and wants 20 of them. That of t is of the gap alone. The raw speed-up is the ratio of
 the median tokens per second of the runs, if both of each seed ran on one kind of device, or what --speedup says, `parka bench` for example.
 
+With --held-out each run's folder has a held_out.json, from evaluate_runs of scripts/reproduce/paired_runs.sh: {"same": what
+`parka eval --json` prints, "bf16": the same with --set precision.eval=bf16}. `same` is the loss on held-out data in the numerics
+of training; `bf16` that of the same weights with linear layers in bf16, without what FP8 rounds in the evaluation itself. The gap
+is to the base run of the same seed in the same evaluation, t is exp(gap / slope) with the slope above. One seed has no interval.
+
 Prints a table, or with --json lines of figures, each with its value, least and most over the seeds (spread), interval and
 values by seed: loss_gap.MODEL.RECIPE.nats_per_token, and equal_loss.MODEL.* with RECIPE.token_ratio, RECIPE.raw_speedup,
-RECIPE.speedup and BASE.slope. The picture shows losses and gaps over tokens: means over the seeds, with bands from the
+RECIPE.speedup and BASE.slope; with --held-out loss_gap.MODEL.RECIPE.held_out.same and equal_loss.MODEL.RECIPE.token_ratio.held_out.same,
+and both with bf16 for same. The picture shows losses and gaps over tokens: means over the seeds, with bands from the
 least to the most.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
@@ -37,7 +43,7 @@ require("numpy")
 import numpy as np  # noqa: E402
 
 from compare import Run, block_length, differences, interval, last_mean, limit, print_rows  # noqa: E402
-from run_metrics import fail, median, metrics_path, read_records, runs_by_seed, save_picture, smooth_curve  # noqa: E402
+from run_metrics import EVALUATIONS, HeldOut, check_targets, fail, median, metrics_path, read_records, runs_by_seed, save_picture, smooth_curve  # noqa: E402
 
 # The 97.5 % quantile of Student's t with so many degrees of freedom; with more that of the last is a little too wide.
 STUDENT = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), 1))
@@ -75,6 +81,18 @@ def check_pairs(base, runs):
                 fail(f"{run.name}: there is no run of the first recipe with the seed {seed}; give one")
 
 
+def read_held_out(runs, arguments):
+    """{recipe: {seed: HeldOut}} of all runs, which are evaluated at their end and alike."""
+    evaluated = {recipe: {seed: HeldOut(run) for seed, (_, run) in of_recipe.items()} for recipe, of_recipe in runs_by_seed(arguments).items()}
+    for recipe, of_recipe in evaluated.items():
+        for seed, each in of_recipe.items():
+            end = runs[recipe][seed].end[0]
+            if each.step != end:
+                fail(f"{each.path}: is of step {each.step:,}, and the run ends at {end:,}; delete it and evaluate the run again")
+    check_targets([each for of_recipe in evaluated.values() for each in of_recipe.values()])
+    return evaluated
+
+
 def slope_between(base, shorter, share):
     """Mean over `shorter`, [(seed, run)]: nats by which the loss falls when ln of the tokens grows by 1."""
     slopes = []
@@ -98,10 +116,9 @@ def fitted_slope(base):
 
 
 def last_gaps(base, run, share):
-    """(differences of the loss over the last share of the steps, their mean)"""
+    """Differences of the loss over the last share of the steps."""
     _, of_base, of_run = differences(base, run, "steps")
-    gaps = (of_run - of_base)[-max(2, round(share * len(of_base))):]
-    return gaps, gaps.mean()
+    return (of_run - of_base)[-max(2, round(share * len(of_base))):]
 
 
 def student_interval(means):
@@ -111,7 +128,7 @@ def student_interval(means):
 
 
 def gap_interval(gaps_of_seeds, means):
-    """[low, high] of the mean over seeds; None of too few steps of one seed."""
+    """[low, high] of the mean over seeds; None of too few steps of one seed, or of its evaluation."""
     if len(means) > 1:
         return student_interval(means)
     gaps, = gaps_of_seeds
@@ -137,21 +154,37 @@ def speedups(base, runs, given):
     return {seed: run.speed / base[seed].speed for seed, run in runs.items()}
 
 
+def gap_figures(gap_name, ratio_name, gaps, slope):
+    """The gap and t, from the gaps of each seed: of its steps, or the one of its evaluation."""
+    means = {seed: np.mean(of_seed) for seed, of_seed in gaps.items()}
+    values = list(means.values())
+    limits = gap_interval(gaps.values(), values)
+    ratios = {seed: np.exp(gap / slope) for seed, gap in means.items()}
+    return {
+        "nats": figure(gap_name, np.mean(values), "nats/token", means, limits),
+        "t": figure(ratio_name, np.exp(np.mean(values) / slope), "1", ratios, limits and [np.exp(end / slope) for end in limits]),
+    }
+
+
+def held_out_figures(model, base_name, evaluated, slope):
+    """{(recipe, evaluation): gap_figures}, of what read_held_out gives."""
+    base, result = evaluated[base_name], {}
+    for recipe in [name for name in evaluated if name != base_name]:
+        for name in EVALUATIONS:
+            gaps = {seed: [run.losses[name] - base[seed].losses[name]] for seed, run in evaluated[recipe].items()}
+            result[recipe, name] = gap_figures(f"loss_gap.{model}.{recipe}.held_out.{name}",
+                                               f"equal_loss.{model}.{recipe}.token_ratio.held_out.{name}", gaps, slope)
+    return result
+
+
 def recipe_figures(model, recipe, base, runs, slope, options):
     """Those of one recipe, by their last part."""
-    gaps, means = zip(*(last_gaps(base[seed], run, options.last) for seed, run in runs.items()))
-    limits = gap_interval(gaps, means)
-    ratio = {seed: np.exp(gap / slope) for seed, gap in zip(runs, means)}
-    mean_ratio = np.exp(np.mean(means) / slope)
+    gaps = {seed: last_gaps(base[seed], run, options.last) for seed, run in runs.items()}
     name = f"equal_loss.{model}.{recipe}"
-    result = {
-        "nats": figure(f"loss_gap.{model}.{recipe}.nats_per_token", np.mean(means), "nats/token", dict(zip(runs, means)), limits),
-        "t": figure(f"{name}.token_ratio", mean_ratio, "1", ratio,
-                    limits and [np.exp(end / slope) for end in limits]),
-    }
+    result = gap_figures(f"loss_gap.{model}.{recipe}.nats_per_token", f"{name}.token_ratio", gaps, slope)
     raw = speedups(base, runs, options.speedup.get(recipe))
     if raw is not None:
-        at_equal_loss = {seed: raw[seed] / ratio[seed] for seed in runs}
+        at_equal_loss = {seed: raw[seed] / result["t"]["seeds"][seed] for seed in runs}
         result["raw"] = figure(f"{name}.raw_speedup", np.median(list(raw.values())), "1", raw)
         result["speed"] = figure(f"{name}.speedup", np.median(list(at_equal_loss.values())), "1", at_equal_loss)
     return result
@@ -167,6 +200,17 @@ def print_table(base_name, slope, source, figures):
                f"{ratio['spread'][0]:.4f} to {ratio['spread'][1]:.4f}"]
         row += [f"{of_recipe[key]['value']:.3f}" if key in of_recipe else "" for key in ("raw", "speed")]
         rows.append(row)
+    print_rows(rows)
+
+
+def print_held_out(base_name, figures):
+    print(f"\nheld-out loss less that of {base_name}, both in the numerics of training (same), or with linear layers in bf16")
+    rows = [["recipe", "evaluation", "gap", "least to most", "95 % interval", "t", "least to most"]]
+    for (recipe, name), of_recipe in figures.items():
+        gap, ratio = of_recipe["nats"], of_recipe["t"]
+        rows.append([recipe, name, f"{gap['value']:+.4f}", "{:+.4f} to {:+.4f}".format(*gap["spread"]),
+                     "{:+.4f} to {:+.4f}".format(*gap["interval"]) if gap["interval"] else "one seed",
+                     f"{ratio['value']:.4f}", "{:.4f} to {:.4f}".format(*ratio["spread"])])
     print_rows(rows)
 
 
@@ -225,6 +269,7 @@ def read_options():
     parser.add_argument("--shorter", action="append", default=[], metavar="RUN", help="a shorter run of the base; may be repeated")
     parser.add_argument("--speedup", type=speedup, action="append", default=[], metavar="RECIPE=RATIO",
                         help="raw speed-up over the base; may be repeated (default: of the runs)")
+    parser.add_argument("--held-out", action="store_true", help="compare held_out.json of the runs' folders, too")
     parser.add_argument("--model", metavar="NAME", help="in the names of figures; --json needs it")
     parser.add_argument("--last", type=float, default=0.05, metavar="SHARE", help="share of the steps at the end (default: 0.05)")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")
@@ -249,20 +294,24 @@ def main():
             fail(f"--speedup: {recipe} is none of {', '.join(names)}")
     base = runs[base_name]
     check_pairs(base, {name: runs[name] for name in names})
+    evaluated = read_held_out(runs, options.run) if options.held_out else None
     shorter = [pair for of_recipe in read_runs(options.shorter).values() for pair in of_recipe.items()]
     slope = slope_between(base, shorter, options.last) if shorter else fitted_slope(base)
     source = "complete runs" if shorter else "its own curves"
     if not slope > 0:
         fail(f"the loss of {base_name} does not fall with more tokens ({source}); train longer runs")
     figures = {name: recipe_figures(options.model, name, base, runs[name], slope, options) for name in names}
+    held_out = held_out_figures(options.model, base_name, evaluated, slope) if evaluated else {}
     if options.json:
         print(json.dumps({"name": f"equal_loss.{options.model}.{base_name}.slope", "value": slope, "unit": "nats/token",
                           "of": source}))
-        for of_recipe in figures.values():
+        for of_recipe in (*figures.values(), *held_out.values()):
             for each in of_recipe.values():
                 print(json.dumps(each))
     else:
         print_table(base_name, slope, source, figures)
+        if held_out:
+            print_held_out(base_name, held_out)
     if options.out:
         smooth = max(25, min(len(run.loss) for run in base.values()) // 20)
         save_picture(lambda plt: draw(plt, base_name, runs, figures, smooth), options.out)

@@ -1,7 +1,8 @@
 """What the scripts that read a run's metrics.jsonl share (docs/telemetry.md, docs/evaluation.md): runs as they are named on
-the command line, their records, how curves are smoothed, and pictures."""
+the command line, their records, their losses on held-out data, how curves are smoothed, and pictures."""
 import itertools
 import json
+import math
 import os
 import sys
 
@@ -80,6 +81,48 @@ def read_records(path):
         elif number < len(lines):
             fail(f"{path}:{number}: not a record of a run; give a run folder or its metrics.jsonl")
     return records
+
+
+# Numerics that runs are evaluated in: those of training, and with linear layers in bf16.
+EVALUATIONS = ("same", "bf16")
+
+
+def is_evaluation(result):
+    """Whether it is what `parka eval --json` prints of held-out data."""
+    if not isinstance(result, dict) or type(result.get("loss")) not in (int, float) or not math.isfinite(result["loss"]):
+        return False
+    return all(type(result.get(key)) is int and result[key] > 0 for key in ("step", "num_targets"))
+
+
+class HeldOut:
+    """A run's held_out.json: its path, the losses in each of the numerics, and of how many targets, at which step, both are."""
+
+    def __init__(self, run):
+        self.path = os.path.join(os.path.dirname(metrics_path(run)), "held_out.json")
+        try:
+            with open(self.path, encoding="utf-8", errors="replace") as file:
+                results = json.load(file)
+        except OSError as error:
+            fail(f"{self.path}: {error.strerror}; make it with evaluate_runs of scripts/reproduce/paired_runs.sh")
+        except ValueError:
+            results = None
+        if not isinstance(results, dict) or not all(is_evaluation(results.get(name)) for name in EVALUATIONS):
+            fail(f"{self.path}: not losses on held-out data in both numerics; delete it and evaluate the run again")
+        self.losses = {name: results[name]["loss"] for name in EVALUATIONS}
+        one, other = ((results[name]["step"], results[name]["num_targets"]) for name in EVALUATIONS)
+        if one != other:
+            fail(f"{self.path}: is of {one[1]:,} targets at step {one[0]:,} and of {other[1]:,} at step {other[0]:,}; delete it and evaluate "
+                 "the run again")
+        self.step, self.targets = one
+
+
+def check_targets(evaluated):
+    """Of HeldOut: all are over as many targets."""
+    first = evaluated[0]
+    for each in evaluated:
+        if each.targets != first.targets:
+            fail(f"{each.path}: is of {each.targets:,} targets, {first.path} of {first.targets:,}; delete both and evaluate the runs on the "
+                 "same data")
 
 
 class RunClock:

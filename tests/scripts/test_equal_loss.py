@@ -88,9 +88,9 @@ class Parts(unittest.TestCase):
 
 
 class EqualLoss(Folder):
-    def make_run(self, name, law, ratio=1.0, steps=STEPS, speed=100.0, seed=0, device=None):
+    def make_run(self, name, law, ratio=1.0, steps=STEPS, speed=100.0, seed=0, device=None, noise=0.03):
         """A run that needs `ratio` times the tokens for what the law says. Equal seeds have equal noise of batches."""
-        noise = 0.03 * np.random.default_rng(seed).standard_normal(steps)
+        noise = noise * np.random.default_rng(seed).standard_normal(steps)
         count = np.arange(1, steps + 1)
         losses = law(count * TOKENS_PER_STEP / ratio, count / steps) + noise
         run = self.folder / name
@@ -219,6 +219,86 @@ class EqualLoss(Folder):
         self.assertIsNone(found["loss_gap.m.fp8.nats_per_token"]["interval"])
         self.assertIsNone(found["equal_loss.m.fp8.token_ratio"]["interval"])
         self.assertIn("fp8", self.script(*runs).stdout)
+
+    def make_evaluated(self, name, same, bf16, loss=2.0, steps=40, **other):
+        """A run whose loss never changes, with a held_out.json. `other` replaces values in its evaluation in bf16."""
+        run = self.make_run(name, lambda n, _share: loss + 0 * n, steps=steps, noise=0.0)
+        evaluation = {"checkpoint": "x", "step": steps, "data": ["y"], "loss": same, "perplexity": 1.0, "num_targets": 5000}
+        (run / "held_out.json").write_text(json.dumps({"same": evaluation, "bf16": {**evaluation, "loss": bf16, **other}}))
+        return run
+
+    def make_pairs(self):
+        """Two seeds, and a base run of half the tokens that ends 0.4 nats higher: t = 2^(gap / 0.4)."""
+        runs = [self.make_evaluated("bf16.1", 3.0, 2.5), self.make_evaluated("bf16.2", 3.2, 2.6),
+                self.make_evaluated("fp8.1", 3.01, 2.504), self.make_evaluated("fp8.2", 3.23, 2.596)]
+        return [*runs, "--shorter", self.make_run("half.1", lambda n, _share: 2.4 + 0 * n, steps=20, noise=0.0)]
+
+    def test_figures_of_held_out_losses(self):
+        runs = self.make_pairs()
+        without, found = self.figures(*runs), self.figures(*runs, "--held-out")
+        names = [f"{name}.held_out.{numerics}" for name in ("loss_gap.m.fp8", "equal_loss.m.fp8.token_ratio") for numerics in ("same", "bf16")]
+        self.assertEqual(set(found), set(without) | set(names))
+        self.assertEqual({name: found[name] for name in without}, without)
+        # Means 0.02 and 0; half widths of the intervals 12.706 (Student's t) x 0.02 / 2 and x 0.008 / 2.
+        for numerics, gaps, mean, half in (("same", (0.01, 0.03), 0.02, 0.12706), ("bf16", (0.004, -0.004), 0.0, 0.050824)):
+            gap, ratio = found[f"loss_gap.m.fp8.held_out.{numerics}"], found[f"equal_loss.m.fp8.token_ratio.held_out.{numerics}"]
+            self.assertEqual((gap["unit"], ratio["unit"], list(gap["seeds"])), ("nats/token", "1", ["1", "2"]))
+            np.testing.assert_allclose([gap["value"], *gap["seeds"].values(), *gap["spread"], *gap["interval"]],
+                                       [mean, *gaps, min(gaps), max(gaps), mean - half, mean + half], atol=1e-9)
+            np.testing.assert_allclose([ratio["value"], *ratio["seeds"].values(), *ratio["spread"], *ratio["interval"]],
+                                       [2**(each / 0.4) for each in (mean, *gaps, min(gaps), max(gaps), mean - half, mean + half)])
+
+    def test_the_table_of_held_out_losses(self):
+        runs = self.make_pairs()
+        without, result = self.script(*runs), self.script(*runs, "--held-out")
+        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.assertTrue(result.stdout.startswith(without.stdout))
+        # 2^0.05, 2^0.025, 2^0.075 and 2^0.01.
+        self.assertEqual([line.split() for line in result.stdout.splitlines()[-2:]],
+                         ["fp8 same +0.0200 +0.0100 to +0.0300 -0.1071 to +0.1471 1.0353 1.0175 to 1.0534".split(),
+                          "fp8 bf16 +0.0000 -0.0040 to +0.0040 -0.0508 to +0.0508 1.0000 0.9931 to 1.0070".split()])
+
+    def test_one_seed_of_held_out_losses_has_no_interval(self):
+        half = self.make_run("half.1", lambda n, _share: 2.4 + 0 * n, steps=20, noise=0.0)
+        runs = [self.make_evaluated("bf16.1", 3.0, 2.5), self.make_evaluated("fp8.1", 3.01, 2.504), "--shorter", half]
+        found = self.figures(*runs, "--held-out")
+        gap, ratio = found["loss_gap.m.fp8.held_out.same"], found["equal_loss.m.fp8.token_ratio.held_out.same"]
+        self.assertEqual((gap["interval"], ratio["interval"]), (None, None))
+        self.assertAlmostEqual(gap["value"], 0.01)
+        self.assertAlmostEqual(ratio["value"], 2**0.025)
+        self.assertIn("one seed", self.script(*runs, "--held-out").stdout)
+
+    def test_held_out_losses_that_cannot_be_compared(self):
+        base = self.make_evaluated("bf16.1", 3.0, 2.5)
+        file = self.folder / "fp8.1" / "held_out.json"
+        other, step = self.make_evaluated("other.1", 3.0, 2.5, num_targets=4000), self.make_evaluated("step.1", 3.0, 2.5, step=39)
+        fewer, early = self.make_evaluated("fewer.1", 3.0, 2.5), self.make_evaluated("early.1", 3.0, 2.5)
+        for run, old, new in ((fewer, "5000", "4000"), (early, '"step": 40', '"step": 30')):
+            path = run / "held_out.json"
+            path.write_text(path.read_text().replace(old, new))
+        again = "delete it and evaluate the run again"
+        for run, message in ((other, f"other.1/held_out.json: is of 5,000 targets at step 40 and of 4,000 at step 40; {again}"),
+                             (step, f"step.1/held_out.json: is of 5,000 targets at step 40 and of 5,000 at step 39; {again}"),
+                             (fewer, "fewer.1/held_out.json: is of 4,000 targets, .*/bf16.1/held_out.json of 5,000; delete both and evaluate"),
+                             (early, f"early.1/held_out.json: is of step 30, and the run ends at 40; {again}")):
+            with self.subTest(message):
+                self.assert_refused(message, base, run, "--held-out")
+        run = self.make_evaluated("fp8.1", 3.0, 2.5)
+        whole = json.loads(file.read_text())
+        damaged = [{"same": whole["same"]}, [1], *({**whole, "same": {**whole["same"], **change}} for change in
+                                                   ({"loss": None}, {"loss": float("nan")}, {"num_targets": "5000"}, {"num_targets": 0}, {"step": 4.5}))]
+        for text in ("", file.read_text()[:-2], *map(json.dumps, damaged)):
+            with self.subTest(text):
+                file.write_text(text)
+                self.assert_refused(f"fp8.1/held_out.json: not losses on held-out data in both numerics; {again}", base, run, "--held-out")
+        file.unlink()
+        self.assert_refused("fp8.1/held_out.json: No such file or directory; make it with evaluate_runs of scripts/reproduce/paired_runs.sh",
+                            base, run, "--held-out")
+
+    def assert_refused(self, message, *arguments):
+        result = self.script(*arguments)
+        self.assertEqual((result.returncode, result.stdout), (2, ""))
+        self.assertRegex(result.stderr, f"^equal_loss.py: error: .*{message}.*\n$")
 
     def test_bad_input(self):
         base, run = self.make_run("bf16.1", logarithm), self.make_run("fp8.1", logarithm)
