@@ -9,8 +9,9 @@
 #   CONFIG    the model (default configs/olmo-150m.json); NAME its name in figures (default that of the file)
 #   TOKENS    trained on in each run (default 300 million); SEEDS (default "1 2 3")
 #   BATCH     sequences of a step (default 64); LENGTH of a sequence (default 2048); VOCABULARY at most (default 32768)
-#   HELD_OUT  share of the documents that are held out (default 0): runs end with the loss on them, and answer questions made of
-#             them (scripts/make_questions.py), which gives OUT/tasks.jsonl and tasks.txt
+#   HELD_OUT  share of the documents that are held out (default 0): runs end with the loss on them, are compared by it in the numerics
+#             of training and with linear layers in bf16 (held_out.json of each), and answer questions made of them
+#             (scripts/make_questions.py), which gives OUT/tasks.jsonl and tasks.txt
 #   SPEEDUPS  raw speed-ups over bf16, "coat=1.3 parka=1.4" (default: those of the runs)
 # and PARKA, PYTHON, MODEL and GPUS as in paired_runs.sh beside this; MODEL may also change the learning rate (1e-3) or the
 # micro-batch. OUT gets the runs' metrics, equal_loss.jsonl, equal_loss.txt and plots. Runs save when they get SIGTERM; the same
@@ -35,7 +36,7 @@ esac
 shared_keys "$length" "$batch" "$steps"
 shared+=" model.vocab_size=$vocabulary"
 if [ "$held_out" != 0 ]; then
-  shared+=" data.eval=[\"$work/tokens/eval-*.npy\"] training.eval_interval=$steps training.eval_sequences=1024"
+  shared+=" data.eval=[\"$work/tokens/eval-*.npy\"] training.eval_interval=$steps training.eval_sequences=$held_out_sequences"
 fi
 runs=()
 for seed in "${seeds[@]}"; do
@@ -46,8 +47,13 @@ half=$(length_keys $((steps / 2)))
 runs+=("bf16_half.${seeds[0]}=bf16,training.seed=${seeds[0]},data.seed=${seeds[0]},${half// /,}")
 train_runs "$CONFIG" "${runs[@]}"
 
-compared=("${folders[@]:0:${#folders[@]}-1}" --shorter "${folders[-1]}" --model "${NAME:-$(basename "$CONFIG" .json)}")
+whole=("${folders[@]:0:${#folders[@]}-1}")
+compared=("${whole[@]}" --shorter "${folders[-1]}" --model "${NAME:-$(basename "$CONFIG" .json)}")
 for speedup in ${SPEEDUPS:-}; do compared+=(--speedup "$speedup"); done
+if [ "$held_out" != 0 ]; then
+  evaluate_runs "${whole[@]}"
+  compared+=(--held-out)
+fi
 "$python" scripts/equal_loss.py "${compared[@]}" --json --out "$out/equal_loss.png" > "$out/equal_loss.jsonl"
 "$python" scripts/equal_loss.py "${compared[@]}" | tee "$out/equal_loss.txt"
 if [ "$held_out" != 0 ]; then
@@ -58,12 +64,10 @@ if [ "$held_out" != 0 ]; then
     "$python" scripts/make_questions.py "$text" --kind $kind --eval-fraction "$held_out" --out "$work/$kind.jsonl" "${text_files[@]}"
     "$python" scripts/prepare_eval.py --task text_choice --name $kind --tokenizer "$tokenizer" "$work/$kind.jsonl" --out "$requests"
   done
-  read -r gpu _ <<< "${GPUS//,/ }"
-  for folder in "${folders[@]:0:${#folders[@]}-1}"; do
+  for folder in "${whole[@]}"; do
     name=${folder##*/}
     if [ ! -e "$folder/predictions.jsonl" ]; then
-      CUDA_VISIBLE_DEVICES=$gpu "$PARKA" eval "$work/$name" --tasks "$work"/{lines,identifiers}.requests.jsonl \
-        --predictions "$folder/predictions.jsonl" --json > "$folder/tasks.json"
+      evaluate "$name" --tasks "$work"/{lines,identifiers}.requests.jsonl --predictions "$folder/predictions.jsonl" > "$folder/tasks.json"
     fi
     answers+=("$name=$folder/predictions.jsonl")
   done

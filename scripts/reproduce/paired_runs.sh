@@ -17,6 +17,7 @@ python=${PYTHON:-python3}
 GPUS=${GPUS:-0}
 MODEL=${MODEL:-}
 train_options=  # of parka train, one word or none
+held_out_sequences=1024  # at most, of an evaluation
 work=$out/work
 mkdir -p "$work"
 text_files=(--include '*.py' --include '*.pyi' --include '*.h' --include '*.hpp' --include '*.c' --include '*.cpp'
@@ -102,5 +103,29 @@ train_runs() {
     mkdir -p "$out/${run%%=*}"
     cp "$work/${run%%=*}"/{config.json,metrics.jsonl} "$out/${run%%=*}/"
     folders+=("$out/${run%%=*}")
+  done
+}
+
+# evaluate NAME [OPTION...]: prints what parka eval finds of that run, on the first of the GPUs.
+evaluate() {
+  local gpu
+  read -r gpu _ <<< "${GPUS//,/ }"
+  CUDA_VISIBLE_DEVICES=$gpu "$PARKA" eval "$work/$1" --json "${@:2}"
+}
+
+# evaluate_runs FOLDER...: some of `folders`. Each gets held_out.json, unless it has one: what parka eval finds on the tokens that
+# are held out, in the numerics of training ("same") and with linear layers in bf16 ("bf16"), as an export in bf16 is used.
+# Runs of fp32 have no such layers, and are refused.
+evaluate_runs() {
+  local folder same bf16 options=(--data "$work/tokens/eval-*.npy" --max-sequences "$held_out_sequences")
+  # One GPU has all weights, whatever the run divided or kept in host memory, where only FP8 codes of them would be at hand.
+  local whole=(--set distributed.zero_stage=0 --set distributed.shard_size=0 --set distributed.gathered_blocks=2
+    --set precision.offload_weights=false)
+  for folder; do
+    [ ! -e "$folder/held_out.json" ] || continue
+    same=$(evaluate "${folder##*/}" "${options[@]}" --set precision.eval=same)
+    bf16=$(evaluate "${folder##*/}" "${options[@]}" --set precision.eval=bf16 "${whole[@]}")
+    printf '{"same": %s, "bf16": %s}\n' "$same" "$bf16" > "$folder/held_out.json.partial"
+    mv "$folder/held_out.json.partial" "$folder/held_out.json"
   done
 }

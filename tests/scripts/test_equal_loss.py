@@ -380,6 +380,8 @@ class Script(Folder):
             self.assertTrue(0 < abs(value) < 0.1)
             self.assertAlmostEqual(ratio["seeds"][seed], np.exp(value / slope["value"]))
         self.assertAlmostEqual(found["equal_loss.tiny-olmo.lean.raw_speedup"]["value"], 1.4)
+        self.check_held_out(out, found, slope["value"])
+        evaluated = {path: path.stat().st_mtime_ns for path in out.glob("*/held_out.json")}
         scores = {line["name"]: line for line in map(json.loads, (out / "tasks.jsonl").read_text().splitlines())}
         for kind in ("lines", "identifiers"):
             for name in ("bf16.1.{}.acc", "lean.2.{}.acc", "lean.2.{}.vs_bf16.1"):
@@ -396,13 +398,32 @@ class Script(Folder):
         self.assertNotEqual(losses("bf16.1")[0], losses("bf16.2")[0])
         self.assertEqual((len(losses("bf16.1")), len(losses("bf16_half.1"))), (60, 30))
         self.assertEqual(losses("bf16.1")[0], losses("bf16_half.1")[0])
-        held_out = [json.loads(line) for line in (out / "lean.1" / "metrics.jsonl").read_text().splitlines() if '"eval"' in line]
-        self.assertEqual(held_out[-1]["step"], 60)
-        # Nothing is trained, tokenized or asked again.
+        # Nothing is trained, tokenized, evaluated or asked again.
         self.assertEqual(run(), first)
+        self.assertEqual({path: path.stat().st_mtime_ns for path in out.glob("*/held_out.json")}, evaluated)
         result = script("lean=parka,precision.group_size=0")
         self.assertNotEqual(result.returncode, 0)
         self.assertIn("lean.1: ended with 2: parka: error: ", result.stderr)
+
+    def check_held_out(self, out, found, slope):
+        """What equal_loss.sh found of two seeds of `lean` beside bf16."""
+        losses = {path.parent.name: json.loads(path.read_text()) for path in out.glob("*/held_out.json")}
+        self.assertEqual(set(losses), {"bf16.1", "bf16.2", "lean.1", "lean.2"})  # not of the run of half the steps
+        for name, held_out in losses.items():
+            records = map(json.loads, (out / name / "metrics.jsonl").read_text().splitlines())
+            last = [record for record in records if record["kind"] == "eval"][-1]
+            self.assertEqual((held_out["same"]["step"], last["step"]), (60, 60))
+            self.assertAlmostEqual(held_out["same"]["loss"], last["loss"], places=5)
+            of_fp8 = abs(held_out["bf16"]["loss"] - held_out["same"]["loss"])
+            self.assertTrue(0 < of_fp8 < 0.1 if name.startswith("lean") else of_fp8 == 0, f"{name}: {of_fp8}")
+        for numerics in ("same", "bf16"):
+            gaps = {seed: losses[f"lean.{seed}"][numerics]["loss"] - losses[f"bf16.{seed}"][numerics]["loss"] for seed in ("1", "2")}
+            gap = found[f"loss_gap.tiny-olmo.lean.held_out.{numerics}"]
+            self.assertEqual(gap["seeds"], gaps)
+            ratio = found[f"equal_loss.tiny-olmo.lean.token_ratio.held_out.{numerics}"]["value"]
+            self.assertAlmostEqual(ratio, np.exp(gap["value"] / slope))
+            self.assertIn(["lean", numerics, f"{gap['value']:+.4f}"], [line.split()[:3] for line in (out / "equal_loss.txt").read_text().splitlines()])
+
 
 if __name__ == "__main__":
     unittest.main()

@@ -163,6 +163,42 @@ class Reproduce(unittest.TestCase):
         self.assertRegex(result.stdout, r"same: \+0\.00000 .*\ncoat: [+-]0\.\d+ nats per token")
         self.assertTrue(Path(self.out, "bpe", "work", "tokens", "eval-00000.npy").exists())
 
+    def test_an_evaluation_that_fails_leaves_no_file(self):
+        """With a program that writes down how it is called, and fails in bf16 as long as there is a file."""
+        folder = Path(self.out).resolve()
+        for name in ("fp8.1", "fp8.2"):
+            (folder / "runs" / name).mkdir(parents=True)
+        program = folder / "program"
+        program.write_text(f"""#!/bin/sh
+echo "$CUDA_VISIBLE_DEVICES $*" >> '{folder}/calls'
+case $* in *precision.eval=bf16*) [ ! -e '{folder}/fails' ] || {{ echo '{{"loss":'; exit 3; }}; echo '{{"loss": 2}}' ;; *) echo '{{"loss": 1}}' ;; esac
+""")
+        program.chmod(0o755)
+        (folder / "fails").touch()
+        script = 'set -euo pipefail; cd "$0"; . scripts/reproduce/paired_runs.sh; evaluate_runs "$out"/fp8.*; echo done'
+
+        def evaluate():
+            return subprocess.run(["bash", "-c", script, ROOT, folder / "runs", folder], capture_output=True, text=True, cwd=folder,
+                                  env={**os.environ, "PARKA": str(program), "GPUS": "3,2 1"})
+
+        result = evaluate()
+        self.assertEqual((result.returncode, result.stdout), (3, ""))
+        self.assertEqual(list(folder.glob("runs/*/*")), [])
+        (folder / "fails").unlink()
+        (folder / "calls").unlink()
+        for _ in range(2):  # the second time both have one
+            result = evaluate()
+            self.assertEqual((result.returncode, result.stdout), (0, "done\n"))
+        for name in ("fp8.1", "fp8.2"):
+            self.assertEqual([path.name for path in (folder / "runs" / name).iterdir()], ["held_out.json"])
+            self.assertEqual(json.loads((folder / "runs" / name / "held_out.json").read_text()), {"same": {"loss": 1}, "bf16": {"loss": 2}})
+        calls = (folder / "calls").read_text().splitlines()
+        expected = [(f"fp8.{seed}", numerics) for seed in (1, 2) for numerics in ("same", "bf16")]
+        self.assertEqual(len(calls), len(expected))
+        for call, (name, numerics) in zip(calls, expected):
+            self.assertTrue(call.startswith(f"3 eval {folder}/runs/work/{name} --json --data {folder}/runs/work/tokens/eval-*.npy "
+                                            f"--max-sequences 1024 --set precision.eval={numerics}"), call)
+
     def test_forks_behind_the_end_are_refused(self):
         result = run("fork_gap.sh", self.out, self.out, "bf16", "parka", TOKENS="10240", AT="800")
         self.assertEqual(result.returncode, 2)
