@@ -6,12 +6,14 @@
 # over the same batches. RUNs, the text and the model are those of loss_gap.sh beside this; where a RUN has other formats of
 # optimizer states or master weights than the first, they are converted. From the environment:
 #   AT      step from which runs go on (default 800)
-#   VOCABULARY  of a BPE tokenizer, and HELD_OUT, as in equal_loss.sh (default: bytes)
+#   VOCABULARY  of a BPE tokenizer, as in equal_loss.sh (default: bytes)
+#   HELD_OUT  share of the documents that are held out (default 0): runs are compared by the loss on them, too, in the numerics of
+#             training and with linear layers in bf16
 #   TOKENS  of a whole run (default 300 million); SEEDS (default "1 2")
 #   BATCH   sequences of a step (default 64); LENGTH of a sequence (default 2048)
 # and PARKA, PYTHON, MODEL and GPUS as in paired_runs.sh. OUT gets the runs' metrics, fork_gap.jsonl, a line for each run and seed
-# with its mean difference to the first over the last quarter, and fork_gap.txt, their means. The same command continues runs
-# that were stopped.
+# with its mean difference to the first over the last quarter, and with HELD_OUT those on held-out text, and fork_gap.txt, their
+# means. The same command continues runs that were stopped.
 set -euo pipefail
 cd "$(dirname "$0")/../.."
 [ $# -ge 4 ] || { echo "usage: scripts/reproduce/fork_gap.sh OUT TEXT_FOLDER RUN RUN..." >&2; exit 2; }
@@ -22,12 +24,14 @@ steps=$((tokens / (batch * length)))
 [[ $at =~ ^[1-9][0-9]*$ && $at -lt $steps ]] ||
   { echo "fork_gap.sh: AT=$at is no step before the last of $steps; change AT or TOKENS" >&2; exit 2; }
 read -ra seeds <<< "${SEEDS:-1 2}"
+held_out=${HELD_OUT:-0}  # of all documents
 if [ -n "${VOCABULARY:-}" ]; then
-  make_bpe_tokens "$VOCABULARY" "$tokens" "${HELD_OUT:-0}"
+  make_bpe_tokens "$VOCABULARY" "$tokens" "$held_out"
 else
-  vocabulary=272
-  make_tokens --max-tokens "$tokens"
+  make_byte_tokens "$tokens" "$held_out"
 fi
+[ "$held_out" = 0 ] || [ -e "$work/tokens/eval-00000.npy" ] ||
+  { echo "fork_gap.sh: nothing was held out when $work/tokens was made; give another OUT, or leave out HELD_OUT" >&2; exit 2; }
 shared_keys "$length" "$batch" "$steps"
 shared+=" model.vocab_size=$vocabulary training.micro_batch_size=32"
 
@@ -55,19 +59,15 @@ done
 train_options=--convert-states
 train_runs configs/olmo-150m.json "${runs[@]}"
 
-: > "$out/fork_gap.jsonl"
+compared=()
+if [ "$held_out" != 0 ]; then
+  evaluate_runs "${folders[@]}"
+  compared+=(--held-out)
+fi
+: > "$work/fork_gap.jsonl"
 for seed in "${seeds[@]}"; do
   of_this=()
   for run; do of_this+=("$out/${run%%=*}.$seed"); done
-  "$python" scripts/compare.py "${of_this[@]}" --last 0.25 --json >> "$out/fork_gap.jsonl"
+  "$python" scripts/compare.py "${of_this[@]}" --last 0.25 --json >> "$work/fork_gap.jsonl"
 done
-"$python" - "$out/fork_gap.jsonl" <<'END' | tee "$out/fork_gap.txt"
-import json, sys
-differences = {}
-for line in open(sys.argv[1], encoding="utf-8"):
-    row = json.loads(line)
-    differences.setdefault(row["run"].rpartition(".")[0], []).append(row["nats"])
-for name, of_seeds in differences.items():
-    mean = sum(of_seeds) / len(of_seeds)
-    print(f"{name}: {mean:+.5f} nats per token ({min(of_seeds):+.5f} to {max(of_seeds):+.5f})")
-END
+"$python" scripts/reproduce/fork_table.py "$work/fork_gap.jsonl" "$out" "${compared[@]}" | tee "$out/fork_gap.txt"

@@ -49,6 +49,20 @@ data = json.load(open(sys.argv[1]))
 print(data["padded_vocab_size"], round(int(sys.argv[2]) / data["train"]["tokens"], 1))' "$work/tokens/data.json" "$2")
 }
 
+# make_byte_tokens TOKENS HELD_OUT: of the text, each byte one, and `vocabulary`. TOKENS are about those to train on: prepare_data.py
+# counts those of the documents that are held out, that share of all, too.
+make_byte_tokens() {
+  vocabulary=272
+  if [ "$2" = 0 ]; then
+    make_tokens --max-tokens "$1"
+    return
+  fi
+  [[ $2 =~ ^0?\.[0-9]+$ ]] || { echo "$(basename "$0"): HELD_OUT=$2 is no share of the documents; give one as 0.02" >&2; exit 2; }
+  local all
+  all=$("$python" -c 'import sys; print(round(int(sys.argv[1]) / (1 - float(sys.argv[2]))))' "$1" "$2")
+  make_tokens --max-tokens "$all" --eval-fraction "$2"
+}
+
 # shared_keys LENGTH BATCH STEPS: what all runs have; the config has the rest.
 shared_keys() {
   shared="data.eval=[] data.sequence_length=$1 training.eval_interval=0 training.global_batch_size=$2 training.log_interval=100

@@ -15,6 +15,7 @@ sys.path.insert(0, str(ROOT / "tests" / "commands"))
 from parka_runs import PROGRAM, RunFolder, parka, tiny_config  # noqa: E402
 
 FOLDER = ROOT / "scripts" / "reproduce"
+SMALL = "model.d_model=32 model.num_layers=1 model.num_heads=2 model.d_ffn=64 training.micro_batch_size=4"  # in fork_gap.sh
 
 
 def run(script, *arguments, **environment):
@@ -29,11 +30,24 @@ def table(text):
     return rows[2:]
 
 
+def held_out_line(name, number=r"[+-]0\.\d{5}"):
+    """Of fork_gap.sh with HELD_OUT, as a pattern."""
+    return rf"{name}: .* nats per token .*; held out: same {number} \({number} to {number}\), bf16 {number} \({number} to {number}\)\n"
+
+
 class Reproduce(unittest.TestCase):
     def setUp(self):
         temporary = tempfile.TemporaryDirectory(prefix="parka-test-")
         self.addCleanup(temporary.cleanup)
         self.out = os.path.join(temporary.name, "out")
+
+    def write_pages(self):
+        """A folder of text for fork_gap.sh."""
+        text = Path(self.out) / "text"
+        text.mkdir(parents=True)
+        for number in range(40):
+            (text / f"{number}.md").write_text("".join(f"Line {number * 40 + line} of page {number}.\n" for line in range(40)))
+        return text
 
     def load(self, name):
         with open(os.path.join(self.out, name), encoding="utf-8") as file:
@@ -130,13 +144,9 @@ class Reproduce(unittest.TestCase):
         self.assertIn("give OUT a path without spaces", result.stderr)
 
     def test_forks_go_on_from_one_state(self):
-        text = Path(self.out) / "text"
-        text.mkdir(parents=True)
-        for number in range(40):
-            (text / f"{number}.md").write_text("".join(f"Line {number * 40 + line} of page {number}.\n" for line in range(40)))
-        small = "model.d_model=32 model.num_layers=1 model.num_heads=2 model.d_ffn=64 training.micro_batch_size=4"
+        text = self.write_pages()
         environment = dict(PYTHON=sys.executable, TOKENS="10240", AT="8", BATCH="4", LENGTH="128", SEEDS="1 2",
-                           MODEL=f"{small} training.log_interval=1")
+                           MODEL=f"{SMALL} training.log_interval=1")
         command = ["fork_gap.sh", f"{self.out}/gap", text, "parka", "same=parka", "exact_qkv=parka,precision.qkv=compute",
                    "exact=parka,optimizer.states=fp32"]
         for _ in range(2):  # the second finds all runs at their end
@@ -147,6 +157,10 @@ class Reproduce(unittest.TestCase):
             self.assertEqual([row["nats"] for row in rows if row["run"].startswith("same")], [0, 0])
             self.assertTrue(all(row["nats"] != 0 for row in rows if row["run"].startswith("exact")))
             self.assertIn("same: +0.00000 nats per token (+0.00000 to +0.00000)", result.stdout)
+        self.assertFalse(any("held_out" in row for row in rows) or list(Path(self.out, "gap").glob("*/held_out.json")))
+        result = run(*command, **environment, HELD_OUT="0.2")  # of tokens of which none is
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("nothing was held out when", result.stderr)
         of_runs = [[json.loads(line) for line in Path(self.out, "gap", f"{name}.1", "metrics.jsonl").read_text().splitlines()]
                    for name in ("parka", "exact_qkv")]
         until_fork = [[record["loss"] for record in records if record["kind"] == "train" and record["step"] <= 8]
@@ -162,6 +176,57 @@ class Reproduce(unittest.TestCase):
         self.assertEqual(config["model"]["vocab_size"], 320)
         self.assertRegex(result.stdout, r"same: \+0\.00000 .*\ncoat: [+-]0\.\d+ nats per token")
         self.assertTrue(Path(self.out, "bpe", "work", "tokens", "eval-00000.npy").exists())
+
+        self.assertRegex(result.stdout, held_out_line("same", r"\+0\.00000") + held_out_line("coat"))
+
+    def test_forks_are_compared_on_held_out_bytes(self):
+        text = self.write_pages()
+        environment = dict(PYTHON=sys.executable, TOKENS="10240", AT="8", BATCH="4", LENGTH="128", SEEDS="1 2", MODEL=SMALL, HELD_OUT="0.2")
+        out = Path(self.out, "gap")
+        command = ["fork_gap.sh", out, text, "parka", "same=parka", "exact=parka,optimizer.states=fp32"]
+        result = run(*command, **environment | dict(HELD_OUT="1.5"))
+        self.assertEqual(result.returncode, 2)
+        self.assertIn("fork_gap.sh: HELD_OUT=1.5 is no share of the documents", result.stderr)
+        result = run(*command, **environment)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        data = json.loads(Path(out, "work", "tokens", "data.json").read_text())
+        self.assertEqual(data["train"]["tokens"] + data["eval"]["tokens"], 12800)  # 10240 / (1 - 0.2)
+        self.assertGreater(data["eval"]["tokens"], 0)
+        rows = [json.loads(line) for line in (out / "fork_gap.jsonl").read_text().splitlines()]
+        self.assertEqual([row["run"] for row in rows], ["same.1", "exact.1", "same.2", "exact.2"])
+        for row in rows:
+            of_run, of_base = (json.loads((out / row[which] / "held_out.json").read_text()) for which in ("run", "against"))
+            self.assertEqual((of_run["same"]["step"], of_base["bf16"]["step"]), (20, 20))
+            self.assertEqual(row["held_out"], {name: of_run[name]["loss"] - of_base[name]["loss"] for name in ("same", "bf16")})
+            self.assertNotEqual(of_run["same"]["loss"], of_run["bf16"]["loss"])
+            self.assertEqual(set(row["held_out"].values()) == {0}, row["run"].startswith("same"))
+        self.assertRegex(result.stdout, held_out_line("same", r"\+0\.00000") + held_out_line("exact"))
+        self.assertEqual((out / "fork_gap.txt").read_text(), result.stdout[-len((out / "fork_gap.txt").read_text()):])
+
+    def test_means_of_forks(self):
+        """Of made-up differences and held-out losses."""
+        out = Path(self.out)
+        rows = [{"run": f"fp8.{seed}", "against": f"bf16.{seed}", "nats": nats, "interval": None} for seed, nats in ((1, 0.001), (2, 0.004))]
+        for name, same, bf16 in (("bf16.1", 3.0, 2.0), ("fp8.1", 3.01, 2.001), ("bf16.2", 3.5, 2.5), ("fp8.2", 3.53, 2.498)):
+            (out / name).mkdir(parents=True)
+            (out / name / "held_out.json").write_text(json.dumps(
+                {key: {"loss": loss, "step": 20, "num_targets": 100} for key, loss in (("same", same), ("bf16", bf16))}))
+        (out / "differences").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        command = [sys.executable, FOLDER / "fork_table.py", out / "differences", out]
+        first = subprocess.run(command, capture_output=True, text=True)
+        self.assertEqual((first.returncode, first.stdout), (0, "fp8: +0.00250 nats per token (+0.00100 to +0.00400)\n"))
+        self.assertEqual((out / "fork_gap.jsonl").read_bytes(), (out / "differences").read_bytes())
+        result = subprocess.run([*command, "--held-out"], capture_output=True, text=True)
+        self.assertEqual(result.stdout, first.stdout[:-1] + "; held out: same +0.02000 (+0.01000 to +0.03000), "
+                         "bf16 -0.00050 (-0.00200 to +0.00100)\n")
+        held_out = [json.loads(line)["held_out"] for line in (out / "fork_gap.jsonl").read_text().splitlines()]
+        self.assertEqual([{key: round(value, 9) for key, value in each.items()} for each in held_out],
+                         [{"same": 0.01, "bf16": 0.001}, {"same": 0.03, "bf16": -0.002}])
+        file = out / "fp8.2" / "held_out.json"
+        file.write_text(file.read_text().replace("100", "90"))
+        result = subprocess.run([*command, "--held-out"], capture_output=True, text=True)
+        self.assertEqual((result.returncode, result.stdout), (2, ""))
+        self.assertRegex(result.stderr, r"^fork_table.py: error: .*fp8\.2/held_out\.json: is of 90 targets, .*bf16\.1/held_out\.json of 100; ")
 
     def test_an_evaluation_that_fails_leaves_no_file(self):
         """With a program that writes down how it is called, and fails in bf16 as long as there is a file."""
@@ -198,6 +263,15 @@ case $* in *precision.eval=bf16*) [ ! -e '{folder}/fails' ] || {{ echo '{{"loss"
         for call, (name, numerics) in zip(calls, expected):
             self.assertTrue(call.startswith(f"3 eval {folder}/runs/work/{name} --json --data {folder}/runs/work/tokens/eval-*.npy "
                                             f"--max-sequences 1024 --set precision.eval={numerics}"), call)
+
+    def test_runs_that_divide_weights_are_evaluated_in_bf16(self):
+        """ZeRO stage 3, or weights in host memory, leave FP8 codes alone where the run computes."""
+        text = self.write_pages()
+        result = run("fork_gap.sh", f"{self.out}/gap", text, "coat", "divided=coat,distributed.zero_stage=3,distributed.gathered_blocks=3",
+                     "host=coat,optimizer.offload=true,precision.offload_weights=true", PYTHON=sys.executable, TOKENS="10240", AT="8",
+                     BATCH="4", LENGTH="128", SEEDS="1", MODEL=SMALL, HELD_OUT="0.2")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertRegex(result.stdout, held_out_line("divided", r"\+0\.00000") + held_out_line("host", r"\+0\.00000"))
 
     def test_forks_behind_the_end_are_refused(self):
         result = run("fork_gap.sh", self.out, self.out, "bf16", "parka", TOKENS="10240", AT="800")
