@@ -11,7 +11,7 @@ import time
 
 from run_metrics import fail
 
-from .scalars import WallTime, scalars
+from .scalars import WallTime, as_double, infinite, scalars
 
 # By these ends of their names the files of earlier exports are known.
 PREFIX, SUFFIX = "events.out.tfevents.", ".parka"
@@ -55,9 +55,18 @@ def event(wall_time, step, *fields):
     return b"\x09" + struct.pack("<d", wall_time) + b"\x10" + varint(step) + b"".join(fields)
 
 
+def fp32(value):
+    """TensorBoard has a place for infinities in a chart, beside its axis, as for what is not a number."""
+    value = as_double(value)
+    try:
+        return struct.pack("<f", value)
+    except OverflowError:
+        return struct.pack("<f", infinite(value))
+
+
 def summary(points):
     """Event.summary with a Value of a tag and a simple_value for each point."""
-    return field(5, b"".join(field(1, field(1, tag.encode()) + b"\x15" + struct.pack("<f", value)) for tag, value in points))
+    return field(5, b"".join(field(1, field(1, tag.encode()) + b"\x15" + fp32(value)) for tag, value in points))
 
 
 def frame(data):

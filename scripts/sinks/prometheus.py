@@ -1,9 +1,10 @@
 """Prometheus: a text file for the node exporter's textfile collector, whose names end in .prom. It is replaced as a whole."""
+import math
 import os
 
 from run_metrics import median
 
-from .scalars import WallTime
+from .scalars import WallTime, as_double
 
 # Metric, key of the train record, help.
 OF_STEP = (
@@ -27,7 +28,12 @@ def escape(text):
 
 
 def number(value):
-    return "NaN" if value is None or value != value else repr(float(value))
+    if value is None or value != value:
+        return "NaN"
+    value = as_double(value)
+    if math.isinf(value):
+        return "+Inf" if value > 0 else "-Inf"
+    return repr(value)
 
 
 class Prometheus:

@@ -1,11 +1,24 @@
 """The numbers of a record, by tags that TensorBoard, W&B and MLflow show as curves (scripts/follow.py lists them)."""
 import datetime
+import math
 
 from run_metrics import median
 
 
 def is_number(value):
     return isinstance(value, (int, float))
+
+
+def infinite(value):
+    """What stands for a number that is too large for a sink's format."""
+    return math.inf if value > 0 else -math.inf
+
+
+def as_double(value):
+    try:
+        return float(value)
+    except OverflowError:  # a whole number
+        return infinite(value)
 
 
 def numbers(record, prefix):

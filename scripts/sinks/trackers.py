@@ -11,7 +11,7 @@ import re
 
 from run_metrics import fail, warn
 
-from .scalars import WallTime, scalars
+from .scalars import WallTime, as_double, scalars
 
 MOST_METRICS, MOST_PARAMETERS = 1000, 100  # of one request to MLflow
 
@@ -179,7 +179,7 @@ class MLflow(Tracker):
         return metric.step <= self.taken[metric.key]
 
     def send(self, step, time, points):
-        self.waiting += [self.entities.Metric(self.key(tag), float(value), round(1000 * time), step) for tag, value in points]
+        self.waiting += [self.entities.Metric(self.key(tag), as_double(value), round(1000 * time), step) for tag, value in points]
         if len(self.waiting) >= MOST_METRICS:
             self.flush()
 

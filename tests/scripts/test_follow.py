@@ -175,6 +175,12 @@ class TensorBoard(FollowTest):
         self.assert_curve(curves["train/loss"], {1: 4.0, 3: 4.0 / 3})
         self.assertEqual(curves["train/applied"], {1: 1.0, 2: 0.0, 3: 1.0})
 
+    def test_what_is_too_large_for_fp32_is_infinite(self):
+        """Also whole numbers, and those that are too large for a double."""
+        losses = (1e39, 10**39, 10**400, -1e39, -10**400, 3e38, 2.0)
+        self.export(self.make_run("a", [train_record(step, loss=loss) for step, loss in enumerate(losses, 1)]))
+        self.assert_curve(self.curves()["train/loss"], dict(enumerate([math.inf] * 3 + [-math.inf] * 2 + [3e38, 2.0], 1)))
+
     def test_wall_time_is_that_of_the_record(self):
         self.export(self.make_run("a", [start_record(), train_record(1), train_record(2)]))
         version, restarted, *points = self.events()
@@ -284,7 +290,7 @@ class TensorBoard(FollowTest):
                          [(step, round(4.0 / step, 4)) for step in range(1, 6)])
 
 
-SAMPLE = re.compile(r'(?P<metric>[a-z_]+)\{(?P<labels>(?:[a-z_]+="(?:[^"\\\n]|\\[\\"n])*",?)*)\} (?P<value>NaN|-?[0-9][-+.0-9e]*)')
+SAMPLE = re.compile(r'(?P<metric>[a-z_]+)\{(?P<labels>(?:[a-z_]+="(?:[^"\\\n]|\\[\\"n])*",?)*)\} (?P<value>NaN|[+-]Inf|-?[0-9][-+.0-9e]*)')
 
 
 def samples_of(text):
@@ -336,6 +342,11 @@ class Prometheus(FollowTest):
         self.assertEqual({key: samples.get(key) for key in expected}, expected)
         self.assertTrue(math.isnan(samples["parka_loss", (name,)]))
         self.assertEqual([file.name for file in self.folder.iterdir() if file.name != "a"], ["a.prom"])
+
+    def test_what_is_too_large_for_a_double_is_infinite(self):
+        for loss, expected in ((10**400, math.inf), (-10**400, -math.inf), (1e39, 1e39), (10**39, 1e39)):
+            self.assert_followed(self.make_run("a", [train_record(1, loss=loss)]), "--prometheus", self.out)
+            self.assertEqual(self.samples()["parka_loss", (("run", "a"),)], expected)
 
     def test_it_is_replaced_as_the_run_goes_on_and_is_resumed(self):
         run = self.make_run("a", [start_record(), train_record(1), train_record(2)])
