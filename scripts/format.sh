@@ -3,6 +3,7 @@
 #   scripts/format.sh           rewrites the files
 #   scripts/format.sh --check   changes nothing; lists what differs and exits 1 if anything does
 set -euo pipefail
+. "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
 
 case "${1:-}" in

@@ -5,6 +5,7 @@
 # said of them, in build/fuzz/findings/<target>, and what was reached in build/fuzz/corpus/<target>, from where the next
 # run goes on. To run one input again: build/fuzz/fuzz/fuzz_<target> FILE
 set -euo pipefail
+. "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
 
 seconds=30

@@ -8,6 +8,7 @@
 # of CUDA 13.0 (2025.3) reports hazards of mbarriers and warpgroups that are none; 13.5.25 does not:
 # `pip install nvidia-cuda-sanitizer-api` has it, in site-packages/nvidia/cu13/compute-sanitizer.
 set -euo pipefail
+. "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
 
 sanitize=false

@@ -3,7 +3,9 @@
 #   scripts/lint.sh                            all of src/, with build/release: a folder at a time, as it is compiled
 #   scripts/lint.sh build/dev [part of a path] each file on its own; with a part, as src/core/, those files alone
 set -euo pipefail
+. "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
+! has_option "$@" || { echo "usage: scripts/lint.sh [BUILD_FOLDER [PART_OF_A_PATH]]" >&2; exit 2; }
 build=${1:-build/release}
 part=${2:-}
 

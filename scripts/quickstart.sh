@@ -4,8 +4,10 @@
 # the loss and lets the model write some C.
 #   scripts/quickstart.sh [--set KEY=VALUE ...]     extra options go to `parka train`
 set -euo pipefail
+. "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
 
+[[ $# -eq 0 || $1 == --?* ]] || { echo "usage: scripts/quickstart.sh [--set KEY=VALUE ...]" >&2; exit 2; }
 scripts/setup.sh
 # CUDA is built for the GPUs of this machine alone, which takes a third of the time.
 cuda=(-DPARKA_CUDA=OFF)

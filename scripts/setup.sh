@@ -3,6 +3,11 @@
 # Python environment in .venv for the scripts (data preparation, plots, following runs). Safe to run again; does nothing
 # that is done.
 set -euo pipefail
+case "${1:-}" in
+  "") ;;
+  -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;;
+  *) echo "usage: scripts/setup.sh" >&2; exit 2 ;;
+esac
 cd "$(dirname "$0")/.."
 
 packages=(

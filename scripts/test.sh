@@ -7,6 +7,7 @@
 #   scripts/test.sh --quick               what takes less than a minute on two cores, once built
 #   scripts/test.sh kernels model         the tests of these folders of tests/
 set -euo pipefail
+. "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
 
 fail() { echo "test.sh: $*" >&2; exit 2; }

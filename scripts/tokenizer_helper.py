@@ -18,6 +18,7 @@ or, to any of them, {"error": TEXT}: one line for the user. It ends with its inp
 
 from __future__ import annotations
 
+import argparse
 import os
 import sys
 from pathlib import Path
@@ -223,8 +224,16 @@ class Helper:
         return {"text": self._stream.push(value) if kind == "token" else self._stream.end()}
 
 
+def parse_options(arguments: list[str]) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("folder", metavar="FOLDER", type=Path)
+    parser.add_argument("--chat", action="store_true")
+    return parser.parse_args(arguments)
+
+
 def main(arguments: list[str]) -> int:
-    return serve(lambda: Helper(Path(arguments[0]), "--chat" in arguments[1:]), lambda helper: {"stop": helper.stop})
+    options = parse_options(arguments)
+    return serve(lambda: Helper(options.folder, options.chat), lambda helper: {"stop": helper.stop})
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@
 # (default "bf16 fp8_linear coat parka", as recipe_options.sh sets them), PARKA the program (default build/cuda/parka, else build/release/parka), MPIRUN
 # what starts several ranks (default mpirun).
 set -euo pipefail
+. "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.."
 . scripts/reproduce/recipe_options.sh
 usage() {

@@ -5,8 +5,9 @@
 # OUT/FAMILY gets what loss_gap.sh writes. RUNS sets the runs beside bf16 (default parka with groups of 32), TOKENS how many are
 # trained on (default 150 million); the rest as there.
 set -euo pipefail
+. "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.."
-[ $# -ge 2 ] || { echo "usage: scripts/reproduce/family_gap.sh OUT TEXT_FOLDER [FAMILY...]" >&2; exit 2; }
+[ $# -ge 2 ] && ! has_option "$@" || { echo "usage: scripts/reproduce/family_gap.sh OUT TEXT_FOLDER [FAMILY...]" >&2; exit 2; }
 . scripts/reproduce/from_caller.sh
 out=$(from_caller "$1") text=$(from_caller "$2")
 shift 2

@@ -13,8 +13,9 @@
 # OUT gets the runs, a table of held-out losses, finetune_methods.md, and figures, finetune_methods.json. Runs that are finished are not
 # trained again; those that were stopped continue.
 set -euo pipefail
+. "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { echo "usage: scripts/reproduce/finetune_methods.sh OUT [METHOD...]" >&2; exit 2; }
+[ $# -ge 1 ] && ! has_option "$@" || { echo "usage: scripts/reproduce/finetune_methods.sh OUT [METHOD...]" >&2; exit 2; }
 . scripts/reproduce/recipe_options.sh
 . scripts/reproduce/from_caller.sh
 out=$(from_caller "$1")

@@ -16,8 +16,9 @@
 # (scripts/held_out.py: held_out.jsonl, held_out.txt, held_out.png), and a plot of the runs. Runs save when they get SIGTERM; the same
 # command continues them.
 set -euo pipefail
+. "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.."
-[ $# -ge 2 ] || { echo "usage: scripts/reproduce/finetune_recipes.sh OUT TEXT_FOLDER [RUN...]" >&2; exit 2; }
+[ $# -ge 2 ] && ! has_option "$@" || { echo "usage: scripts/reproduce/finetune_recipes.sh OUT TEXT_FOLDER [RUN...]" >&2; exit 2; }
 . scripts/reproduce/paired_runs.sh
 [ $# -gt 0 ] || set -- fp8_linear coat parka=parka,precision.group_size=32
 CONFIG=${CONFIG:-configs/olmo-150m.json}

@@ -15,8 +15,9 @@
 # with its mean difference to the first over the last quarter, and with HELD_OUT those on held-out text, and fork_gap.txt, their
 # means. The same command continues runs that were stopped.
 set -euo pipefail
+. "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.."
-[ $# -ge 4 ] || { echo "usage: scripts/reproduce/fork_gap.sh OUT TEXT_FOLDER RUN RUN..." >&2; exit 2; }
+[ $# -ge 4 ] && ! has_option "$@" || { echo "usage: scripts/reproduce/fork_gap.sh OUT TEXT_FOLDER RUN RUN..." >&2; exit 2; }
 . scripts/reproduce/paired_runs.sh
 tokens=${TOKENS:-300000000} at=${AT:-800}
 batch=${BATCH:-64} length=${LENGTH:-2048}

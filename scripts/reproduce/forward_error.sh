@@ -7,8 +7,9 @@
 # BUILD the build folder (default build/release), PYTHON the interpreter with numpy. OUT gets the run's metrics and the table,
 # forward_error.md.
 set -euo pipefail
+. "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] && [ $# -le 2 ] || { echo "usage: scripts/reproduce/forward_error.sh OUT [TEXT_FOLDER]" >&2; exit 2; }
+[ $# -ge 1 ] && [ $# -le 2 ] && ! has_option "$@" || { echo "usage: scripts/reproduce/forward_error.sh OUT [TEXT_FOLDER]" >&2; exit 2; }
 . scripts/reproduce/from_caller.sh
 out=$(from_caller "$1") text=$(from_caller "${2:-/usr/include}")
 build=${BUILD:-build/release}

@@ -8,8 +8,9 @@
 # this. OUT gets the runs' metrics, their gaps (loss_gap.jsonl) and plots. Runs save when they get SIGTERM; the same command
 # continues them.
 set -euo pipefail
+. "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.."
-[ $# -ge 2 ] || { echo "usage: scripts/reproduce/loss_gap.sh OUT TEXT_FOLDER [RUN...]" >&2; exit 2; }
+[ $# -ge 2 ] && ! has_option "$@" || { echo "usage: scripts/reproduce/loss_gap.sh OUT TEXT_FOLDER [RUN...]" >&2; exit 2; }
 . scripts/reproduce/paired_runs.sh
 [ $# -gt 0 ] || set -- coat parka=parka,precision.group_size=32
 tokens=${TOKENS:-300000000}

@@ -5,8 +5,9 @@
 # OUT/seedN gets what loss_gap.sh writes, OUT/loss_gap.jsonl the gap of each seed. TOKENS, PARKA, PYTHON, MODEL and GPUS are as
 # there.
 set -euo pipefail
+. "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.."
-[ $# -ge 2 ] || { echo "usage: scripts/reproduce/master_gap.sh OUT TEXT_FOLDER [SEED...]" >&2; exit 2; }
+[ $# -ge 2 ] && ! has_option "$@" || { echo "usage: scripts/reproduce/master_gap.sh OUT TEXT_FOLDER [SEED...]" >&2; exit 2; }
 . scripts/reproduce/from_caller.sh
 out=$(from_caller "$1") text=$(from_caller "$2")
 shift 2

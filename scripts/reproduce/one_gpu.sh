@@ -8,6 +8,7 @@
 # FOLDER/MODEL.RECIPE.tuning.json if that is there. --roofline measures what every op could reach, too. OUT gets for each run
 # the report, the JSON that scripts/figures.py reads, and the tuning. PARKA names the program (default build/cuda/parka).
 set -euo pipefail
+. "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.."
 . scripts/reproduce/recipe_options.sh
 usage() {

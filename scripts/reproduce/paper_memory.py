@@ -9,8 +9,9 @@ Needs no GPU. PARKA names the program, default build/cuda/parka, else build/rele
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
+
+from measured_runs import ScriptParser, error_line, fail
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ("bf16", "fp8_linear", "coat", "parka")
@@ -34,7 +35,7 @@ def program():
     for path in filter(None, (os.environ.get("PARKA"), ROOT / "build/cuda/parka", ROOT / "build/release/parka")):
         if os.access(path, os.X_OK):
             return str(path)
-    sys.exit("paper_memory.py: neither build/cuda/parka nor build/release/parka is there: build one (README.md), or set PARKA to the program")
+    fail("neither build/cuda/parka nor build/release/parka is there: build one (README.md), or set PARKA to the program")
 
 
 def plan(config, *options):
@@ -42,7 +43,7 @@ def plan(config, *options):
     result = subprocess.run([program(), "plan", str(ROOT / "configs" / config), *arguments, "--json"], capture_output=True, text=True,
                             check=False)
     if result.returncode != 0:
-        sys.exit(result.stderr.strip())
+        fail(error_line(result.stderr))
     return json.loads(result.stdout)
 
 
@@ -94,16 +95,16 @@ def table_2():
                        f"model.num_heads={HEADS}", "training.micro_batch_size=1")["saved_bytes_per_token_layer"]
         statistics = planned - sum(kept)  # log-sum-exp of the heads, of norms mean and 1 / deviation, and scales of tensors
         if not 0 <= statistics - 4 * HEADS - 16 < 1:
-            sys.exit(f"paper_memory.py: a block of {recipe} keeps {planned} bytes per token, of which operators take {sum(kept)}")
+            fail(f"a block of {recipe} keeps {planned} bytes per token, of which operators take {sum(kept)}", 1)
         rows.append([recipe, *(f"{size / (2 * WIDTH):.2f}" for size in (*kept, sum(kept))), f"{bf16 / sum(kept):.2f}"])
     print_table(["in U", "norms", "act", "RoPE, attention", "linear", "all", "less"], rows)
 
 
 def main():
     tables = {"figure1": figure_1, "table2": table_2}
-    if len(sys.argv) != 2 or sys.argv[1] not in tables:
-        sys.exit(__doc__)
-    tables[sys.argv[1]]()
+    parser = ScriptParser(__doc__)
+    parser.add_argument("table", choices=tables)
+    tables[parser.parse_args().table]()
 
 
 if __name__ == "__main__":

@@ -9,7 +9,8 @@ Recipes are those that OUT has plans of. Columns that nothing was measured for a
 import json
 import os
 import statistics
-import sys
+
+from measured_runs import ScriptParser, fail, run_main
 
 RECIPES = ("bf16", "fp8_linear", "coat", "parka")
 # What the paper calls the same: fp8_linear is what Transformer Engine does.
@@ -127,14 +128,17 @@ def per_layer(folder, cases):
 
 def main():
     tables = {"end_to_end": (end_to_end, END_TO_END), "per_layer": (per_layer, PER_LAYER)}
-    if len(sys.argv) < 4 or sys.argv[1] not in tables:
-        sys.exit(__doc__)
-    table, known = tables[sys.argv[1]]
-    for row in sys.argv[3:]:
+    parser = ScriptParser(__doc__)
+    parser.add_argument("table", choices=tables)
+    parser.add_argument("out", metavar="OUT")
+    parser.add_argument("rows", nargs="+", metavar="ROW")
+    arguments = parser.parse_args()
+    table, known = tables[arguments.table]
+    for row in arguments.rows:
         if row not in known:
-            sys.exit(f"paper_tables.py: no row {row}; there are: {', '.join(known)}")
-    table(sys.argv[2], sys.argv[3:])
+            fail(f"no row {row}; there are: {', '.join(known)}")
+    table(arguments.out, arguments.rows)
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

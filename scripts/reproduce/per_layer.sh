@@ -8,6 +8,7 @@
 # the recipes (default "bf16 fp8_linear coat parka", as recipe_options.sh sets them), PARKA the program (default
 # build/cuda/parka, else build/release/parka).
 set -euo pipefail
+. "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.."
 . scripts/reproduce/recipe_options.sh
 usage() { echo "usage: scripts/reproduce/per_layer.sh [--plan-only] OUT [WIDTH.CONTEXT...]" >&2; exit 2; }

@@ -9,7 +9,8 @@ arithmetic at the rate of the card's datasheet, that of everything else its byte
 """
 import json
 import re
-import sys
+
+from measured_runs import ScriptParser, fail, run_main
 
 # Dense, TFLOP/s, of an H100 SXM and an H200: NVIDIA's datasheets.
 PEAK = {"fp8": 1979.0, "bf16": 989.5}
@@ -79,12 +80,16 @@ def rows_of(bench):
 
 
 def main():
-    if len(sys.argv) != 2 or sys.argv[1].startswith("-"):
-        sys.exit(__doc__)
-    with open(sys.argv[1], encoding="utf-8") as file:
-        bench = json.load(file)
-    if "ops" not in bench:
-        sys.exit(f"step_parts.py: {sys.argv[1]} has no times of ops: it is not of parka bench --json")
+    parser = ScriptParser(__doc__)
+    parser.add_argument("bench", metavar="BENCH.json")
+    path = parser.parse_args().bench
+    try:
+        with open(path, encoding="utf-8") as file:
+            bench = json.load(file)
+    except ValueError:
+        bench = None
+    if not isinstance(bench, dict) or "ops" not in bench:
+        fail(f"{path} has no times of ops: it is not of parka bench --json")
     header, *rows = rows_of(bench)
     print("| " + " | ".join(header) + " |")
     print("|" + "---|" * len(header))
@@ -93,4 +98,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

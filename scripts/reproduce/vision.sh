@@ -11,8 +11,9 @@
 # OUT gets pictures, token files, the runs RECIPE.SEED.STAGE, a table, vision.md, figures, vision.json, and pictures with the answers
 # of the first run, vision.png. Runs that are finished are not trained again; those that were stopped continue.
 set -euo pipefail
+. "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.."
-[ $# -ge 1 ] || { echo "usage: scripts/reproduce/vision.sh OUT [RECIPE...]" >&2; exit 2; }
+[ $# -ge 1 ] && ! has_option "$@" || { echo "usage: scripts/reproduce/vision.sh OUT [RECIPE...]" >&2; exit 2; }
 . scripts/reproduce/recipe_options.sh
 . scripts/reproduce/from_caller.sh
 out=$(from_caller "$1")

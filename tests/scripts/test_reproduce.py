@@ -281,6 +281,7 @@ case $* in *precision.eval=bf16*) [ ! -e '{folder}/fails' ] || {{ echo '{{"loss"
     def test_without_a_program_the_scripts_say_what_to_do(self):
         scripts = Path(self.out) / "scripts" / "reproduce"
         shutil.copytree(FOLDER, scripts)
+        shutil.copy(FOLDER.parent / "help.sh", scripts.parent)
         for script in ("end_to_end.sh", "per_layer.sh"):
             result = subprocess.run([scripts / script, "--plan-only", f"{self.out}/of_{script}"], capture_output=True, text=True,
                                     env={key: value for key, value in os.environ.items() if key != "PARKA"})
