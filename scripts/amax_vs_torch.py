@@ -8,12 +8,11 @@ their quartiles. Where PyTorch is installed its x.abs().max() (two kernels) and 
 too, on the same card: three sets of random tensors in turn, runs of about 10 ms, the median of 20 runs.
 """
 import json
-import subprocess
 import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "reproduce"))
-from measured_runs import ScriptParser, report_file  # noqa: E402
+from measured_runs import ScriptParser, bench_lines, report_file  # noqa: E402
 
 try:
     import torch
@@ -26,8 +25,7 @@ COLUMNS = ["full", "groups", "attention", "norm_backward"]
 
 
 def parka_lines(bench):
-    lines = subprocess.run([bench, "amax"], check=True, capture_output=True, text=True).stdout.splitlines()
-    return [line for line in map(json.loads, lines) if line.get("op") == "amax"]
+    return [line for line in bench_lines(bench, "amax") if line.get("op") == "amax"]
 
 
 def torch_us(rows, cols):

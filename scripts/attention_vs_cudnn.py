@@ -9,15 +9,17 @@ Both are timed the same way: three sets of random tensors in turn, graphs of abo
 import json
 import math
 import statistics
-import subprocess
 import sys
 from pathlib import Path
 
-import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
+from python_packages import require
+
+require("torch")
+import torch  # noqa: E402
+from torch.nn.attention import SDPBackend, sdpa_kernel  # noqa: E402
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "reproduce"))
-from measured_runs import ScriptParser, report_file  # noqa: E402
+from measured_runs import ScriptParser, bench_lines, fail, report_file  # noqa: E402
 
 TOKENS, HEADS, HEAD_DIM = 32768, 16, 128
 SETS, RUNS, MOST_IN_A_ROW, RUN_SECONDS = 3, 20, 24, 0.01
@@ -70,8 +72,7 @@ def cudnn_tflops(length):
 
 
 def parka_tflops(bench, length):
-    lines = subprocess.run([bench, f"attention:{length}"], check=True, capture_output=True, text=True).stdout
-    ops = {line["op"]: line["tflops"] for line in map(json.loads, lines.splitlines()) if "op" in line}
+    ops = {line["op"]: line["tflops"] for line in bench_lines(bench, f"attention:{length}") if "op" in line}
     return ops["attention_forward"], ops["attention_backward"]
 
 
@@ -81,6 +82,8 @@ def main():
     parser.add_argument("--lengths", default="1024,2048,4096,8192,16384,32768")
     parser.add_argument("--json", type=report_file, metavar="FILE", help="also write the figures, a JSON line for each length")
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        fail("PyTorch finds no GPU")
     print(f"{torch.cuda.get_device_name()}, cuDNN {torch.backends.cudnn.version()}, PyTorch {torch.__version__}")
     print("| length | forward | cuDNN | ratio | backward | cuDNN | ratio |\n|---|---|---|---|---|---|---|")
     results = []

@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from python_packages import require  # noqa: E402
+from python_packages import advice, require  # noqa: E402
 
 require("numpy")
 from image_data.conversations import PLACEHOLDER, key_not_read  # noqa: E402
@@ -348,11 +348,11 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 def image_rules(options: argparse.Namespace, tokenizer):
     try:
         from image_data.pictures import TOWERS, Fitting, colour_of, slots_of
+        from image_data.processor import geometry_of
+        from image_data.requests import ImageRules
+        from image_data.samples import image_token_of
     except ImportError as error:
-        raise InputError(f"--tower needs Python's pillow, numpy and xxhash packages ({one_line(error)}); install them")
-    from image_data.processor import geometry_of
-    from image_data.requests import ImageRules
-    from image_data.samples import image_token_of
+        raise InputError(f"--tower needs Python's pillow, numpy and xxhash packages ({one_line(error)}); {advice('pillow, numpy, xxhash')}")
 
     tower = TOWERS[options.tower]
     size = tower.size if options.image_size is None else options.image_size

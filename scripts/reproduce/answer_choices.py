@@ -14,11 +14,13 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
-
 from measured_runs import ScriptParser, error_line, fail, report_file, run_main
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from python_packages import require  # noqa: E402
+
+require("numpy", "xxhash")
+import numpy as np  # noqa: E402
 from image_data.files import HEADER_BYTES, REFERENCE, write_references  # noqa: E402
 from text_data.chat import MARK_DOCUMENT_START, MARK_TARGET  # noqa: E402
 

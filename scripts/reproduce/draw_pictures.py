@@ -10,11 +10,16 @@ Equal options give equal files.
 """
 import json
 import random
+import sys
 from pathlib import Path
 
-from PIL import Image, ImageDraw
-
 from measured_runs import ScriptParser, positive, run_main
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from python_packages import require  # noqa: E402
+
+require("pillow")
+from PIL import Image, ImageDraw  # noqa: E402
 
 SIZE = 32
 CELL = SIZE // 2

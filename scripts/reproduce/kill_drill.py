@@ -15,7 +15,11 @@ import sys
 import time
 from pathlib import Path
 
-import numpy
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from python_packages import require  # noqa: E402
+
+require("numpy")
+import numpy  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, INTERVAL, KILL_AFTER = 60, 20, 30  # steps in all, between checkpoints, done before the kill
@@ -94,6 +98,8 @@ def main():
     parser.add_argument("--program", type=Path, default=ROOT / "build/cuda/parka")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
+    if arguments.out.exists():
+        parser.error(f"{arguments.out}: is there already; give another OUT")
     arguments.out.mkdir(parents=True)
     tokens = numpy.random.default_rng(1).zipf(1.3, 1 << 22) % 50000
     tokens.astype(numpy.uint16).tofile(arguments.out / "tokens.npy")

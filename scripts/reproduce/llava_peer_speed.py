@@ -11,11 +11,16 @@ import argparse
 import gc
 import json
 import statistics
+import sys
 import time
 from pathlib import Path
 
-import torch
-import transformers
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from python_packages import require  # noqa: E402
+
+require("torch", "transformers")
+import torch  # noqa: E402
+import transformers  # noqa: E402
 
 WARMUPS, IMAGE_TOKENS, TEXT_TOKENS, IMAGE_TOKEN = 3, 576, 512, 32000
 
@@ -66,6 +71,8 @@ def main():
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--layers", type=int, default=32)
     options = parser.parse_args()
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no GPU")
     options.out.mkdir(parents=True, exist_ok=True)
     model = make_model(options.layers)
     for batch in options.batches:

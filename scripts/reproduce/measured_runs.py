@@ -101,6 +101,17 @@ def error_line(text):
     return (own or lines or ["no message"])[-1].removeprefix("parka: ").removeprefix("error: ")
 
 
+def bench_lines(bench, what):
+    """What bench_kernels measures, a JSON object for each line."""
+    try:
+        result = subprocess.run([bench, what], capture_output=True, text=True, check=False)
+    except OSError as error:
+        fail(f"{bench}: {error.strerror}; build it with the preset cuda, or name it with --bench")
+    if result.returncode != 0:
+        fail(f"{bench} {what} ended with {result.returncode}: {error_line(result.stderr)}", 1)
+    return [json.loads(line) for line in result.stdout.splitlines()]
+
+
 def write_tokens(path, count, config):
     """Random ids below the vocabulary's size, always the same ones; a file that is there and long enough stays."""
     code = "H" if config["model"]["vocab_size"] <= 65536 else "I"

@@ -14,12 +14,17 @@ import gc
 import json
 import re
 import statistics
+import sys
 import time
 from pathlib import Path
 
-import peft
-import torch
-import transformers
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from python_packages import require  # noqa: E402
+
+require("torch", "transformers", "peft")
+import peft  # noqa: E402
+import torch  # noqa: E402
+import transformers  # noqa: E402
 
 METHODS = [method + cast for method in ("lora", "lora_recompute", "qlora", "qlora_recompute") for cast in ("", "_autocast")]
 POINTS = ("qlora{}.4x384", "qlora{}.16x384", "qlora_recompute{}.16x384", "qlora_recompute{}.4x2048", "lora{}.4x384", "lora{}.4x2048",
@@ -110,6 +115,10 @@ def main():
     for run in options.runs:
         if not re.fullmatch(rf"({'|'.join(METHODS)})\.\d+x\d+", run):
             parser.error(f"no run {run}; runs are METHOD.SEQUENCESxLENGTH, METHOD one of {', '.join(METHODS)}")
+    if any(run.startswith("qlora") for run in options.runs):
+        require("bitsandbytes")
+    if not torch.cuda.is_available():
+        parser.error("PyTorch finds no GPU")
     options.out.mkdir(parents=True, exist_ok=True)
     for run in options.runs:
         result = measure(run, options.steps, options.layers)

@@ -9,6 +9,7 @@ import json
 import os
 import re
 
+from python_packages import missing
 from run_metrics import fail, warn
 
 from .scalars import WallTime, as_double, scalars
@@ -22,11 +23,6 @@ def resolved_config(run):
             return json.load(file)
     except (OSError, ValueError):
         return {}
-
-
-def lacking(package):
-    """setup.sh does not install it."""
-    return f"--{package}: {package} is missing; run .venv/bin/python -m pip install {package}, and this with .venv/bin/python"
 
 
 def first_line(error):
@@ -105,7 +101,7 @@ class WandB(Tracker):
         try:
             import wandb
         except ImportError:
-            fail(lacking("wandb"))
+            fail(f"--wandb: {missing('wandb')}")
         self.wandb, self.project = wandb, project
 
     def start(self, identity):
@@ -141,7 +137,7 @@ class MLflow(Tracker):
         try:
             import mlflow
         except ImportError:
-            fail(lacking("mlflow"))
+            fail(f"--mlflow: {missing('mlflow')}")
         self.entities, self.failure = mlflow.entities, mlflow.exceptions.MlflowException
         try:
             self.client, self.experiment = mlflow.MlflowClient(), experiment

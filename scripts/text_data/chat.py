@@ -44,10 +44,11 @@ class ChatError(Exception):
 def import_renderer():
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # else it says that PyTorch is missing
     try:
+        from jinja2 import TemplateSyntaxError
         from transformers.utils.chat_template_utils import render_jinja_template
-    except ImportError:
-        raise InputError(f"--chat needs the transformers package; {advice('transformers and jinja2')}")
-    return render_jinja_template
+    except ImportError as error:
+        raise InputError(f"--chat needs the transformers and jinja2 packages ({one_line(error)}); {advice('transformers and jinja2')}")
+    return render_jinja_template, TemplateSyntaxError
 
 
 def template_texts(path: Path) -> dict[str, str]:
@@ -92,10 +93,7 @@ class ChatTemplate:
         ends = set(tokenizer.added_tokens) | {self._special_tokens.get("eos_token", "")}
         ends = sorted(ends - {""}, key=len, reverse=True)  # the longest of those that begin alike
         self._own_token = re.compile("|".join(map(re.escape, ends)) or "(?!)")
-        self._render_template = import_renderer()
-        from jinja2 import TemplateSyntaxError
-
-        self._syntax_error = TemplateSyntaxError
+        self._render_template, self._syntax_error = import_renderer()
 
     def known(self) -> list:
         """What of it decides the text and its targets, beside the tokenizer."""

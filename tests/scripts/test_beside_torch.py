@@ -9,7 +9,7 @@ from pathlib import Path
 SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 # What the scripts import, and look at before they measure.
 PRETENDED_TORCH = {
-    "torch/__init__.py": "class cuda:\n    is_available = lambda: False\n    get_device_name = lambda: 'none'\n"
+    "torch/__init__.py": "class cuda:\n    is_available = lambda: True\n    get_device_name = lambda: 'none'\n"
                          "class backends:\n    class cudnn:\n        version = lambda: 0\n__version__ = '0'\n",
     "torch/nn/__init__.py": "",
     "torch/nn/attention.py": "SDPBackend = sdpa_kernel = None\n",
@@ -42,6 +42,24 @@ class BesideTorch(unittest.TestCase):
                 self.assertEqual((result.returncode, result.stdout), (2, ""), result.stderr)
                 self.assertEqual(result.stderr, f"{script}: error: argument --json: no folder {missing}; make it first; see --help\n")
                 self.assertFalse((self.folder / "measured").exists())
+
+    def test_what_is_lacking_is_named(self):
+        json_file = self.folder / "figures.json"
+        for script in ("amax_vs_torch.py", "attention_vs_cudnn.py"):
+            result = self.call(script, json_file)
+            with self.subTest(script):
+                if script == "attention_vs_cudnn.py":
+                    self.assertEqual(result.stderr, f"{script}: error: {self.bench} attention:1024 ended with 1: no message\n")
+                    self.assertEqual(result.returncode, 1)
+                self.bench.rename(self.folder / "elsewhere")
+                result = self.call(script, json_file)
+                self.assertEqual((result.returncode, result.stderr), (2, f"{script}: error: {self.bench}: No such file or directory; build it "
+                                                                         "with the preset cuda, or name it with --bench\n"))
+                (self.folder / "elsewhere").rename(self.bench)
+        torch = self.folder / "packages/torch/__init__.py"
+        torch.write_text(torch.read_text().replace("True", "False"), encoding="utf-8")
+        result = self.call("attention_vs_cudnn.py", json_file)
+        self.assertEqual((result.returncode, result.stderr), (2, "attention_vs_cudnn.py: error: PyTorch finds no GPU\n"))
 
     def test_where_the_folder_is_there_they_measure(self):
         for script in ("amax_vs_torch.py", "attention_vs_cudnn.py"):
