@@ -19,7 +19,8 @@ are chords: where the loss falls ever more slowly, t - 1 is too small by about a
 
 The interval covers the true gap with 95 %: of several seeds by Student's t over their gaps, of one by compare.py's bootstrap
 over its steps, which leaves out what another seed would change, and wants 20 of them. That of t is of the gap alone. The raw speed-up is the ratio of
-the median tokens per second of the runs, if both of each seed ran on one kind of device, or what --speedup says, `parka bench` for example.
+the median tokens per second of the runs (of an even number of records the upper of the two in the middle), if both of each seed ran on
+one kind of device, or what --speedup says, `parka bench` for example.
 
 With --held-out each run's folder has a held_out.json, from evaluate_runs of scripts/reproduce/paired_runs.sh: {"same": what
 `parka eval --json` prints, "bf16": the same with --set precision.eval=bf16}. `same` is the loss on held-out data in the numerics

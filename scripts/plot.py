@@ -14,7 +14,8 @@ learning rate, tokens per second; and where runs have them the losses of named e
 With --telemetry, of one run that was trained with telemetry.interval (docs/telemetry.md): relative error of each
 quantized tensor and block in the last report, and its median over the blocks over the steps; share of elements that
 became 0, likewise; the exponent k of each optimizer moment over the steps, as the median over all tensors of the
-quartiles of each; and how far the score gradients of each block's attention are from adding up to zero.
+quartiles of each; and how far the score gradients of each block's attention are from adding up to zero. Medians of an even
+number of values are the upper of the two in the middle.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
 """

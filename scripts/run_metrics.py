@@ -165,7 +165,8 @@ def smooth_curve(x, values, width):
 
 
 def median(values):
-    """Of a list that may hold nulls: what was not finite."""
+    """Of a list that may hold nulls: what was not finite. Of an even number it is the upper of the two in the middle, and not their mean:
+    recorded figures are so."""
     known = sorted(value for value in values if value is not None)
     return known[len(known) // 2] if known else float("nan")
 

@@ -5,8 +5,8 @@
 
 RUN is a run folder or its metrics.jsonl. FILE is a metrics.jsonl that the scripts read as they read the run's own. Each --every
 steps (default 16, counted from the run's first) become one record: means of loss and gradient norm, with the number of finite_steps
-where some losses are not finite, the median of the tokens per second, and step, tokens, learning rate and time since the start of
-the last of them. Fewer steps at the end are one record, too.
+where some losses are not finite, the median of the tokens per second (of an even number of steps the upper of the two in the
+middle), and step, tokens, learning rate and time since the start of the last of them. Fewer steps at the end are one record, too.
 Of the start records versions, device, ranks and the time of earlier starts are kept, of others (evaluations, warnings) everything.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
