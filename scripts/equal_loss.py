@@ -6,7 +6,8 @@
 A run is a run folder named RECIPE.SEED, or RECIPE.SEED=FOLDER. The first run's recipe is the base. Every seed of another
 recipe has a base run over the same batches.
 
-    gap    the run's loss less that of the base run with its seed, nats per token: mean over the last --last of the steps
+    gap    the run's loss less that of the base run with its seed, nats per token: mean over the last --last of the steps, with
+           --until of those up to so many tokens, as where a text begins to be read again
     slope  how much the base's loss falls when the number of tokens n is multiplied: -dL / d ln n
     t      exp(gap / slope): the recipe needs t times the tokens
     speed at equal loss = raw speed-up / t
@@ -22,10 +23,11 @@ over its steps, which leaves out what another seed would change, and wants 20 of
 the median tokens per second of the runs (of an even number of records the upper of the two in the middle), if both of each seed ran on
 one kind of device, or what --speedup says, `parka bench` for example.
 
-With --held-out each run's folder has a held_out.json, from evaluate_runs of scripts/reproduce/paired_runs.sh: {"same": what
-`parka eval --json` prints, "bf16": the same with --set precision.eval=bf16}. `same` is the loss on held-out data in the numerics
-of training; `bf16` that of the same weights with linear layers in bf16, without what FP8 rounds in the evaluation itself. The gap
-is to the base run of the same seed in the same evaluation, t is exp(gap / slope) with the slope above. One seed has no interval.
+With --held-out losses on held-out data are compared, too. They are from held_out.json in each run's folder, which evaluate_runs of
+scripts/reproduce/paired_runs.sh makes: {"same": what `parka eval --json` prints, "bf16": the same with --set precision.eval=bf16}.
+`same` is the loss in the numerics of training; `bf16` that of the same weights with linear layers in bf16, without what FP8 rounds in
+the evaluation itself. A run without the file has the last evaluation of its metrics, `same` alone. The gap is to the base run of the
+same seed in the same evaluation, t is exp(gap / slope) with the slope above. One seed has no interval.
 
 Prints a table, or with --json lines of figures, each with its value, least and most over the seeds (spread), interval and
 values by seed: loss_gap.MODEL.RECIPE.nats_per_token, and equal_loss.MODEL.* with RECIPE.token_ratio, RECIPE.raw_speedup,
@@ -89,7 +91,7 @@ def read_held_out(runs, arguments):
         for seed, each in of_recipe.items():
             end = runs[recipe][seed].end[0]
             if each.step != end:
-                fail(f"{each.path}: is of step {each.step:,}, and the run ends at {end:,}; delete it and evaluate the run again")
+                fail(f"{each.path}: was evaluated at step {each.step:,}, and the run ends at {end:,}; evaluate it at its end")
     check_targets([each for of_recipe in evaluated.values() for each in of_recipe.values()])
     return evaluated
 
@@ -116,10 +118,15 @@ def fitted_slope(base):
     return np.mean(slopes)
 
 
-def last_gaps(base, run, share):
-    """Differences of the loss over the last share of the steps."""
+def last_gaps(base, run, share, until):
+    """Differences of the loss over the last share of the steps up to so many tokens, or None: of all."""
     _, of_base, of_run = differences(base, run, "steps")
-    return (of_run - of_base)[-max(2, round(share * len(of_base))):]
+    gaps = of_run - of_base
+    if until is not None:
+        gaps = gaps[np.intersect1d(base.tokens, run.tokens) <= until]
+        if len(gaps) < 2:
+            fail(f"--until: {run.name} has {len(gaps)} losses up to {until:,.0f} tokens; give more tokens")
+    return gaps[-max(2, round(share * len(gaps))):]
 
 
 def student_interval(means):
@@ -168,11 +175,13 @@ def gap_figures(gap_name, ratio_name, gaps, slope):
 
 
 def held_out_figures(model, base_name, evaluated, slope):
-    """{(recipe, evaluation): gap_figures}, of what read_held_out gives."""
+    """{(recipe, evaluation): gap_figures}, of what read_held_out gives: of evaluations that all its runs and those of the base have."""
     base, result = evaluated[base_name], {}
-    for recipe in [name for name in evaluated if name != base_name]:
-        for name in EVALUATIONS:
-            gaps = {seed: [run.losses[name] - base[seed].losses[name]] for seed, run in evaluated[recipe].items()}
+    for recipe, runs in evaluated.items():
+        for name in EVALUATIONS if recipe != base_name else ():
+            if not all(name in run.losses and name in base[seed].losses for seed, run in runs.items()):
+                continue
+            gaps = {seed: [run.losses[name] - base[seed].losses[name]] for seed, run in runs.items()}
             result[recipe, name] = gap_figures(f"loss_gap.{model}.{recipe}.held_out.{name}",
                                                f"equal_loss.{model}.{recipe}.token_ratio.held_out.{name}", gaps, slope)
     return result
@@ -180,7 +189,7 @@ def held_out_figures(model, base_name, evaluated, slope):
 
 def recipe_figures(model, recipe, base, runs, slope, options):
     """Those of one recipe, by their last part."""
-    gaps = {seed: last_gaps(base[seed], run, options.last) for seed, run in runs.items()}
+    gaps = {seed: last_gaps(base[seed], run, options.last, options.until) for seed, run in runs.items()}
     name = f"equal_loss.{model}.{recipe}"
     result = gap_figures(f"loss_gap.{model}.{recipe}.nats_per_token", f"{name}.token_ratio", gaps, slope)
     raw = speedups(base, runs, options.speedup.get(recipe))
@@ -270,14 +279,17 @@ def read_options():
     parser.add_argument("--shorter", action="append", default=[], metavar="RUN", help="a shorter run of the base; may be repeated")
     parser.add_argument("--speedup", type=speedup, action="append", default=[], metavar="RECIPE=RATIO",
                         help="raw speed-up over the base; may be repeated (default: of the runs)")
-    parser.add_argument("--held-out", action="store_true", help="compare held_out.json of the runs' folders, too")
+    parser.add_argument("--held-out", action="store_true", help="compare losses on held-out data, too")
     parser.add_argument("--model", metavar="NAME", help="in the names of figures; --json needs it")
     parser.add_argument("--last", type=float, default=0.05, metavar="SHARE", help="share of the steps at the end (default: 0.05)")
+    parser.add_argument("--until", type=float, metavar="TOKENS", help="compare training losses up to there (default: to the end)")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")
     parser.add_argument("--out", metavar="PICTURE", help="its name ends in .png, .svg, .pdf or another format of matplotlib")
     options = parser.parse_args()
     if not 0 < options.last <= 1:
         fail("--last: must be above 0 and at most 1")
+    if options.until is not None and not options.until > 0:
+        fail("--until: must be above 0")
     if options.json and not options.model:
         fail("--json: the names of figures have the model's; give it with --model")
     options.speedup = dict(options.speedup)

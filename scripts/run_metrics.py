@@ -95,25 +95,41 @@ def is_evaluation(result):
 
 
 class HeldOut:
-    """A run's held_out.json: its path, the losses in each of the numerics, and of how many targets, at which step, both are."""
+    """A run's losses on held-out data, by the numerics they were found in, and of how many targets, at which step, they are:
+    of held_out.json in its folder, or without one of the last evaluation in its metrics, in the numerics of training alone.
+    `path` is the file they are from."""
 
     def __init__(self, run):
-        self.path = os.path.join(os.path.dirname(metrics_path(run)), "held_out.json")
+        metrics = metrics_path(run)
+        self.path = os.path.join(os.path.dirname(metrics), "held_out.json")
+        if os.path.exists(self.path):
+            results = self.read_file()
+        else:
+            self.path = metrics
+            results = {"same": next((record for record in reversed(read_records(metrics)) if record.get("kind") == "eval"), None)}
+            if not is_evaluation(results["same"]):
+                fail(f"{metrics}: its last evaluation has no loss on held-out data, and there is no held_out.json beside it; make one with "
+                     "evaluate_runs of scripts/reproduce/paired_runs.sh")
+        self.losses = {name: result["loss"] for name, result in results.items()}
+        self.step, self.targets = results["same"]["step"], results["same"]["num_targets"]
+
+    def read_file(self):
+        """Its results in each of EVALUATIONS, all at one step and of as many targets."""
         try:
             with open(self.path, encoding="utf-8", errors="replace") as file:
                 results = json.load(file)
         except OSError as error:
-            fail(f"{self.path}: {error.strerror}; make it with evaluate_runs of scripts/reproduce/paired_runs.sh")
+            fail(f"{self.path}: {error.strerror}")
         except ValueError:
             results = None
         if not isinstance(results, dict) or not all(is_evaluation(results.get(name)) for name in EVALUATIONS):
             fail(f"{self.path}: not losses on held-out data in both numerics; delete it and evaluate the run again")
-        self.losses = {name: results[name]["loss"] for name in EVALUATIONS}
-        one, other = ((results[name]["step"], results[name]["num_targets"]) for name in EVALUATIONS)
+        results = {name: results[name] for name in EVALUATIONS}
+        one, other = ((result["step"], result["num_targets"]) for result in results.values())
         if one != other:
             fail(f"{self.path}: is of {one[1]:,} targets at step {one[0]:,} and of {other[1]:,} at step {other[0]:,}; delete it and evaluate "
                  "the run again")
-        self.step, self.targets = one
+        return results
 
 
 def check_targets(evaluated):
@@ -121,8 +137,7 @@ def check_targets(evaluated):
     first = evaluated[0]
     for each in evaluated:
         if each.targets != first.targets:
-            fail(f"{each.path}: is of {each.targets:,} targets, {first.path} of {first.targets:,}; delete both and evaluate the runs on the "
-                 "same data")
+            fail(f"{each.path}: is of {each.targets:,} targets, {first.path} of {first.targets:,}; evaluate the runs on the same data")
 
 
 class RunClock:

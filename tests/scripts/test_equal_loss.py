@@ -279,8 +279,8 @@ class EqualLoss(Folder):
         again = "delete it and evaluate the run again"
         for run, message in ((other, f"other.1/held_out.json: is of 5,000 targets at step 40 and of 4,000 at step 40; {again}"),
                              (step, f"step.1/held_out.json: is of 5,000 targets at step 40 and of 5,000 at step 39; {again}"),
-                             (fewer, "fewer.1/held_out.json: is of 4,000 targets, .*/bf16.1/held_out.json of 5,000; delete both and evaluate"),
-                             (early, f"early.1/held_out.json: is of step 30, and the run ends at 40; {again}")):
+                             (fewer, "fewer.1/held_out.json: is of 4,000 targets, .*/bf16.1/held_out.json of 5,000; evaluate the runs on the same data"),
+                             (early, "early.1/held_out.json: was evaluated at step 30, and the run ends at 40; evaluate it at its end")):
             with self.subTest(message):
                 self.assert_refused(message, base, run, "--held-out")
         run = self.make_evaluated("fp8.1", 3.0, 2.5)
@@ -292,8 +292,29 @@ class EqualLoss(Folder):
                 file.write_text(text)
                 self.assert_refused(f"fp8.1/held_out.json: not losses on held-out data in both numerics; {again}", base, run, "--held-out")
         file.unlink()
-        self.assert_refused("fp8.1/held_out.json: No such file or directory; make it with evaluate_runs of scripts/reproduce/paired_runs.sh",
-                            base, run, "--held-out")
+        self.assert_refused("fp8.1/metrics.jsonl: its last evaluation has no loss on held-out data, and there is no held_out.json beside it; "
+                            "make one with evaluate_runs of scripts/reproduce/paired_runs.sh", base, run, "--held-out")
+
+    def test_held_out_losses_of_metrics_are_in_the_numerics_of_training(self):
+        runs = self.make_pairs()
+        alone = runs[2]
+        (alone / "held_out.json").unlink()
+        with open(alone / "metrics.jsonl", "a", encoding="utf-8") as file:
+            for step, loss in ((0, 9.0), (40, 3.05)):
+                file.write(json.dumps({"kind": "eval", "step": step, "loss": loss, "num_targets": 5000}) + "\n")
+        found = self.figures(*runs, "--held-out")
+        self.assertFalse([name for name in found if name.endswith("bf16") and "held_out" in name])
+        np.testing.assert_allclose(list(found["loss_gap.m.fp8.held_out.same"]["seeds"].values()), [0.05, 0.03], atol=1e-9)
+
+    def test_losses_up_to_some_tokens(self):
+        """The gap is 0.01 in the first half of the steps and 0.03 in the second."""
+        runs = [self.make_run("bf16.1", lambda n, _share: 3.0 - 1e-6 * n, steps=40, noise=0.0),
+                self.make_run("fp8.1", lambda n, share: 3.0 - 1e-6 * n + np.where(share <= 0.5, 0.01, 0.03), steps=40, noise=0.0)]
+        half = json.loads((runs[0] / "metrics.jsonl").read_text().splitlines()[19])["tokens"]
+        for options, gap in (((), 0.03), (("--until", half), 0.01)):
+            self.assertAlmostEqual(self.figures(*runs, *map(str, options))["loss_gap.m.fp8.nats_per_token"]["value"], gap)
+        self.assert_refused("--until: fp8.1 has 0 losses up to 1 tokens; give more tokens", *runs, "--until", "1")
+        self.assert_refused("--until: must be above 0", *runs, "--until", "0")
 
     def assert_refused(self, message, *arguments):
         result = self.script(*arguments)
