@@ -27,12 +27,13 @@ With --held-out losses on held-out data are compared, too. They are from held_ou
 scripts/reproduce/paired_runs.sh makes: {"same": what `parka eval --json` prints, "bf16": the same with --set precision.eval=bf16}.
 `same` is the loss in the numerics of training; `bf16` that of the same weights with linear layers in bf16, without what FP8 rounds in
 the evaluation itself. A run without the file has the last evaluation of its metrics, `same` alone. The gap is to the base run of the
-same seed in the same evaluation, t is exp(gap / slope) with the slope above. One seed has no interval.
+same seed in the same evaluation, and the slope that of `same` between complete runs, too; without --shorter it is that above. One seed
+has no interval.
 
 Prints a table, or with --json lines of figures, each with its value, least and most over the seeds (spread), interval and
 values by seed: loss_gap.MODEL.RECIPE.nats_per_token, and equal_loss.MODEL.* with RECIPE.token_ratio, RECIPE.raw_speedup,
-RECIPE.speedup and BASE.slope; with --held-out loss_gap.MODEL.RECIPE.held_out.same and equal_loss.MODEL.RECIPE.token_ratio.held_out.same,
-and both with bf16 for same. The picture shows losses and gaps over tokens: means over the seeds, with bands from the
+RECIPE.speedup and BASE.slope; with --held-out loss_gap.MODEL.RECIPE.held_out.same, equal_loss.MODEL.RECIPE.token_ratio.held_out.same,
+both with bf16 for same, and equal_loss.MODEL.BASE.slope.held_out. The picture shows losses and gaps over tokens: means over the seeds, with bands from the
 least to the most.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
@@ -56,19 +57,24 @@ FEWEST_STEPS = 20  # of which blocks can be drawn
 
 
 class SeedRun(Run):
-    """With the median tokens per second, None where no record has it, and the names of the devices that it ran on."""
+    """With the median tokens per second, None where no record has it, the names of the devices that it ran on, and if it was
+    `evaluated` its losses on held-out data at its end, else None."""
 
-    def __init__(self, name, run):
+    def __init__(self, name, run, evaluated):
         super().__init__(name, run)
         records = read_records(metrics_path(run))
         speeds = [record.get("tokens_per_second") for record in records if record.get("kind") == "train"]
         self.devices = {record["device"] for record in records if record.get("kind") == "start" and "device" in record}
         self.speed = median(speeds) if any(speeds) else None
+        self.held_out = HeldOut(run) if evaluated else None
+        if evaluated and self.held_out.step != self.end[0]:
+            fail(f"{self.held_out.path}: was evaluated at step {self.held_out.step:,}, and the run ends at {self.end[0]:,}; evaluate it at its end")
 
 
-def read_runs(arguments):
+def read_runs(arguments, evaluated):
     """{recipe: {seed: SeedRun}}, in the order in which recipes are named."""
-    return {recipe: {seed: SeedRun(*named) for seed, named in of_recipe.items()} for recipe, of_recipe in runs_by_seed(arguments).items()}
+    return {recipe: {seed: SeedRun(*named, evaluated) for seed, named in of_recipe.items()}
+            for recipe, of_recipe in runs_by_seed(arguments).items()}
 
 
 def check_pairs(base, runs):
@@ -84,26 +90,13 @@ def check_pairs(base, runs):
                 fail(f"{run.name}: there is no run of the first recipe with the seed {seed}; give one")
 
 
-def read_held_out(runs, arguments):
-    """{recipe: {seed: HeldOut}} of all runs, which are evaluated at their end and alike."""
-    evaluated = {recipe: {seed: HeldOut(run) for seed, (_, run) in of_recipe.items()} for recipe, of_recipe in runs_by_seed(arguments).items()}
-    for recipe, of_recipe in evaluated.items():
-        for seed, each in of_recipe.items():
-            end = runs[recipe][seed].end[0]
-            if each.step != end:
-                fail(f"{each.path}: was evaluated at step {each.step:,}, and the run ends at {end:,}; evaluate it at its end")
-    check_targets([each for of_recipe in evaluated.values() for each in of_recipe.values()])
-    return evaluated
-
-
-def slope_between(base, shorter, share):
-    """Mean over `shorter`, [(seed, run)]: nats by which the loss falls when ln of the tokens grows by 1."""
+def slope_between(base, shorter, loss):
+    """Mean over `shorter`, [(seed, run)]: nats by which the `loss` of a run falls when ln of the tokens grows by 1."""
     slopes = []
     for seed, run in shorter:
         if seed not in base or run.tokens[-1] >= base[seed].tokens[-1]:
             fail(f"--shorter: {run.name}: no run of the first recipe with the seed {seed} has more tokens; give a shorter run")
-        fallen = last_mean(run.loss, share) - last_mean(base[seed].loss, share)
-        slopes.append(fallen / np.log(base[seed].tokens[-1] / run.tokens[-1]))
+        slopes.append((loss(run) - loss(base[seed])) / np.log(base[seed].tokens[-1] / run.tokens[-1]))
     return np.mean(slopes)
 
 
@@ -174,16 +167,16 @@ def gap_figures(gap_name, ratio_name, gaps, slope):
     }
 
 
-def held_out_figures(model, base_name, evaluated, slope):
-    """{(recipe, evaluation): gap_figures}, of what read_held_out gives: of evaluations that all its runs and those of the base have."""
-    base, result = evaluated[base_name], {}
-    for recipe, runs in evaluated.items():
-        for name in EVALUATIONS if recipe != base_name else ():
-            if not all(name in run.losses and name in base[seed].losses for seed, run in runs.items()):
-                continue
-            gaps = {seed: [run.losses[name] - base[seed].losses[name]] for seed, run in runs.items()}
-            result[recipe, name] = gap_figures(f"loss_gap.{model}.{recipe}.held_out.{name}",
-                                               f"equal_loss.{model}.{recipe}.token_ratio.held_out.{name}", gaps, slope)
+def held_out_figures(model, base, runs, slope):
+    """{(recipe, evaluation): gap_figures}, of evaluations that all runs of a recipe and those of the base have."""
+    result = {}
+    for recipe, of_recipe in runs.items():
+        for name in EVALUATIONS:
+            pairs = {seed: (run.held_out.losses, base[seed].held_out.losses) for seed, run in of_recipe.items()}
+            if all(name in of_run and name in of_base for of_run, of_base in pairs.values()):
+                gaps = {seed: [of_run[name] - of_base[name]] for seed, (of_run, of_base) in pairs.items()}
+                result[recipe, name] = gap_figures(f"loss_gap.{model}.{recipe}.held_out.{name}",
+                                                   f"equal_loss.{model}.{recipe}.token_ratio.held_out.{name}", gaps, slope)
     return result
 
 
@@ -213,8 +206,8 @@ def print_table(base_name, slope, source, figures):
     print_rows(rows)
 
 
-def print_held_out(base_name, figures):
-    print(f"\nheld-out loss less that of {base_name}, both in the numerics of training (same), or with linear layers in bf16")
+def print_held_out(base_name, slope, figures):
+    print(f"\nheld-out loss less that of {base_name}, both in the numerics of training (same), or with linear layers in bf16; slope {slope:.4f}")
     rows = [["recipe", "evaluation", "gap", "least to most", "95 % interval", "t", "least to most"]]
     for (recipe, name), of_recipe in figures.items():
         gap, ratio = of_recipe["nats"], of_recipe["t"]
@@ -296,35 +289,45 @@ def read_options():
     return options
 
 
+def slopes_of(base_name, base, options):
+    """({name of a figure's end: slope}, what they are of): of training losses, and with --held-out of losses on held-out data."""
+    shorter = [pair for of_recipe in read_runs(options.shorter, options.held_out).values() for pair in of_recipe.items()]
+    slopes = {"slope": slope_between(base, shorter, lambda run: last_mean(run.loss, options.last)) if shorter else fitted_slope(base)}
+    if options.held_out:
+        check_targets([run.held_out for _, run in (*base.items(), *shorter)])
+        slopes["slope.held_out"] = slope_between(base, shorter, lambda run: run.held_out.losses["same"]) if shorter else slopes["slope"]
+    source = "complete runs" if shorter else "its own curves"
+    if not all(slope > 0 for slope in slopes.values()):
+        fail(f"the loss of {base_name} does not fall with more tokens ({source}); train longer runs")
+    return slopes, source
+
+
 def main():
     options = read_options()
-    runs = read_runs(options.run)
+    runs = read_runs(options.run, options.held_out)
     base_name, *names = runs
     if not names:
         fail(f"all runs are of {base_name}; give those of another recipe, too")
     for recipe in options.speedup:
         if recipe not in names:
             fail(f"--speedup: {recipe} is none of {', '.join(names)}")
-    base = runs[base_name]
-    check_pairs(base, {name: runs[name] for name in names})
-    evaluated = read_held_out(runs, options.run) if options.held_out else None
-    shorter = [pair for of_recipe in read_runs(options.shorter).values() for pair in of_recipe.items()]
-    slope = slope_between(base, shorter, options.last) if shorter else fitted_slope(base)
-    source = "complete runs" if shorter else "its own curves"
-    if not slope > 0:
-        fail(f"the loss of {base_name} does not fall with more tokens ({source}); train longer runs")
-    figures = {name: recipe_figures(options.model, name, base, runs[name], slope, options) for name in names}
-    held_out = held_out_figures(options.model, base_name, evaluated, slope) if evaluated else {}
+    base, others = runs[base_name], {name: runs[name] for name in names}
+    check_pairs(base, others)
+    if options.held_out:
+        check_targets([run.held_out for of_recipe in runs.values() for run in of_recipe.values()])
+    slopes, source = slopes_of(base_name, base, options)
+    figures = {name: recipe_figures(options.model, name, base, runs[name], slopes["slope"], options) for name in names}
+    held_out = held_out_figures(options.model, base, others, slopes["slope.held_out"]) if options.held_out else {}
     if options.json:
-        print(json.dumps({"name": f"equal_loss.{options.model}.{base_name}.slope", "value": slope, "unit": "nats/token",
-                          "of": source}))
+        for name, slope in slopes.items():
+            print(json.dumps({"name": f"equal_loss.{options.model}.{base_name}.{name}", "value": slope, "unit": "nats/token", "of": source}))
         for of_recipe in (*figures.values(), *held_out.values()):
             for each in of_recipe.values():
                 print(json.dumps(each))
     else:
-        print_table(base_name, slope, source, figures)
+        print_table(base_name, slopes["slope"], source, figures)
         if held_out:
-            print_held_out(base_name, held_out)
+            print_held_out(base_name, slopes["slope.held_out"], held_out)
     if options.out:
         smooth = max(25, min(len(run.loss) for run in base.values()) // 20)
         save_picture(lambda plt: draw(plt, base_name, runs, figures, smooth), options.out)

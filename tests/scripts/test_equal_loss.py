@@ -64,7 +64,7 @@ class Parts(unittest.TestCase):
         base = {0: run("a", [4.0, 2.0], [500, 1000]), 1: run("b", [4.0, 3.0], [500, 1000])}
         shorter = [(0, run("c", [5.0, 4.0], [250, 500])), (1, run("d", [5.0, 4.0], [250, 500]))]
         # Over twice the tokens by 2 and by 1 nats between the runs, and likewise within them.
-        self.assertAlmostEqual(equal_loss.slope_between(base, shorter, 0.5), 1.5 / np.log(2))
+        self.assertAlmostEqual(equal_loss.slope_between(base, shorter, lambda run: equal_loss.last_mean(run.loss, 0.5)), 1.5 / np.log(2))
         self.assertAlmostEqual(equal_loss.fitted_slope(base), 1.5 / np.log(2))
 
     def test_runs_over_other_tokens_are_not_compared(self):
@@ -228,16 +228,17 @@ class EqualLoss(Folder):
         return run
 
     def make_pairs(self):
-        """Two seeds, and a base run of half the tokens that ends 0.4 nats higher: t = 2^(gap / 0.4)."""
+        """Two seeds, and a base run of half the tokens that ends 0.3 nats higher, and 0.4 held out: t = 2^(gap / 0.4)."""
         runs = [self.make_evaluated("bf16.1", 3.0, 2.5), self.make_evaluated("bf16.2", 3.2, 2.6),
                 self.make_evaluated("fp8.1", 3.01, 2.504), self.make_evaluated("fp8.2", 3.23, 2.596)]
-        return [*runs, "--shorter", self.make_run("half.1", lambda n, _share: 2.4 + 0 * n, steps=20, noise=0.0)]
+        return [*runs, "--shorter", self.make_evaluated("half.1", 3.4, 9.0, loss=2.3, steps=20)]
 
     def test_figures_of_held_out_losses(self):
         runs = self.make_pairs()
         without, found = self.figures(*runs), self.figures(*runs, "--held-out")
         names = [f"{name}.held_out.{numerics}" for name in ("loss_gap.m.fp8", "equal_loss.m.fp8.token_ratio") for numerics in ("same", "bf16")]
-        self.assertEqual(set(found), set(without) | set(names))
+        self.assertEqual(set(found), set(without) | set(names) | {"equal_loss.m.bf16.slope.held_out"})
+        self.assertAlmostEqual(found["equal_loss.m.bf16.slope.held_out"]["value"], 0.4 / np.log(2))
         self.assertEqual({name: found[name] for name in without}, without)
         # Means 0.02 and 0; half widths of the intervals 12.706 (Student's t) x 0.02 / 2 and x 0.008 / 2.
         for numerics, gaps, mean, half in (("same", (0.01, 0.03), 0.02, 0.12706), ("bf16", (0.004, -0.004), 0.0, 0.050824)):
@@ -259,7 +260,7 @@ class EqualLoss(Folder):
                           "fp8 bf16 +0.0000 -0.0040 to +0.0040 -0.0508 to +0.0508 1.0000 0.9931 to 1.0070".split()])
 
     def test_one_seed_of_held_out_losses_has_no_interval(self):
-        half = self.make_run("half.1", lambda n, _share: 2.4 + 0 * n, steps=20, noise=0.0)
+        half = self.make_evaluated("half.1", 3.4, 2.9, loss=2.4, steps=20)
         runs = [self.make_evaluated("bf16.1", 3.0, 2.5), self.make_evaluated("fp8.1", 3.01, 2.504), "--shorter", half]
         found = self.figures(*runs, "--held-out")
         gap, ratio = found["loss_gap.m.fp8.held_out.same"], found["equal_loss.m.fp8.token_ratio.held_out.same"]
@@ -401,7 +402,7 @@ class Script(Folder):
             self.assertTrue(0 < abs(value) < 0.1)
             self.assertAlmostEqual(ratio["seeds"][seed], np.exp(value / slope["value"]))
         self.assertAlmostEqual(found["equal_loss.tiny-olmo.lean.raw_speedup"]["value"], 1.4)
-        self.check_held_out(out, found, slope["value"])
+        self.check_held_out(out, found, found["equal_loss.tiny-olmo.bf16.slope.held_out"]["value"])
         evaluated = {path: path.stat().st_mtime_ns for path in out.glob("*/held_out.json")}
         scores = {line["name"]: line for line in map(json.loads, (out / "tasks.jsonl").read_text().splitlines())}
         for kind in ("lines", "identifiers"):
