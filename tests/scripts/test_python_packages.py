@@ -1,6 +1,7 @@
 """Scripts that lack a package or a program say so in one line, with what helps."""
 import ast
 import functools
+import os
 import re
 import subprocess
 import sys
@@ -137,7 +138,7 @@ class PythonPackages(unittest.TestCase):
                 result = run(script, *arguments)
                 self.assertEqual(result.returncode, 2, result.stderr)
                 self.assertIn(message, result.stdout)
-                self.assertIn("run scripts/setup.sh, which makes a .venv with it, name a Python in PARKA_PYTHON, or run " + sys.executable,
+                self.assertIn("run scripts/setup.sh, which makes a .venv with it, name a Python in PARKA_PYTHON, or run " + os.path.abspath(sys.executable),
                               result.stdout)
 
 
