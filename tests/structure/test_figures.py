@@ -164,6 +164,9 @@ class Figures(unittest.TestCase):
                   "loss_gap.olmo-350m.linux.quarter.coat.nats_per_token": r"`coat` ([\d.]+) after a quarter",
                   "loss_gap.olmo-350m.linux.parka.nats_per_token": r"with 342M, mean of two seeds, [\d.]+ and ([\d.]+)",
                   "loss_gap.olmo-350m.linux.bf16_again.nats_per_token": r"and with 342M ([\d.]+), one seed",
+                  "loss_gap.olmo-350m.linux.coat.held_out.same": r"and ([\d.]+) and [\d.]+ on held-out text, though",
+                  "loss_gap.olmo-350m.linux.parka.held_out.same": r"and [\d.]+ and ([\d.]+) on held-out text, though",
+                  "loss_gap.olmo-350m.linux.bf16_again.held_out.same": r"one seed, ([\d.]+) on held-out text",
                   "step.llama2-7b.parka.gathered32.2gpu.tok_s_gpu": r"or ([\d,]+) with all blocks gathered ahead",
                   "quickstart.minutes": r"took ([\d.]+)\s+minutes"}
         values = {figure["name"]: figure["value"] for figure in read_figures()}
