@@ -447,6 +447,7 @@ class TrainCommand {
   // Saves what is sound before the run ends because of something else, which all ranks then throw.
   [[noreturn]] void end_after_failure() {
     const bool is_saved = has_trained() && try_to_save();
+    records_.write_again();
     hook_.finish_on_all_ranks();
     deferred_.throw_on_all_ranks(*communicator_, [&](ExitCode code) -> std::string {
       if (!is_saved) return "";

@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <fstream>
 #include <system_error>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -81,12 +82,26 @@ void RunRecords::add_time(nlohmann::ordered_json& record, Clock::time_point when
 }
 
 void RunRecords::write(nlohmann::ordered_json record, Clock::time_point when) {
-  if (!log_ || deferred_) return;
+  if (!log_ || (deferred_ && unwritten_.empty())) return;
   add_time(record, when);
+  if (deferred_) {
+    unwritten_.push_back(std::move(record));
+    return;
+  }
   try {
     log_->write(record);
   } catch (const Error&) {
+    unwritten_.push_back(std::move(record));
     deferred_.keep(std::current_exception());
+  }
+}
+
+void RunRecords::write_again() {
+  try {
+    for (const auto& record : std::exchange(unwritten_, {})) log_->write(record);
+  } catch (const Error&) {
+    // The run ends with the error that was deferred, which is the same.
+    return;
   }
 }
 

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <optional>
 #include <string>
+#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -43,8 +44,11 @@ class RunRecords {
   WallTime count_step(double step_seconds, int64_t tokens, Clock::time_point finished);
 
   // Writes a record with "time" and "wall_seconds" added. An Error(kIo) is deferred: a run that cannot write its
-  // records ends, but not before its state is saved. From a deferred error on, whatever it is, nothing is written.
+  // records ends, but not before its state is saved. From a deferred error on, whatever it is, nothing is written,
+  // but what could not be waits for write_again.
   void write(nlohmann::ordered_json record, Clock::time_point when = Clock::now());
+  // Writes what write() could not, once more: a disk that was full may have room again. What fails again is lost.
+  void write_again();
   void sync() {
     if (log_) log_->sync();
   }
@@ -59,6 +63,7 @@ class RunRecords {
   DeferredError& deferred_;
   RunHistory history_;
   std::optional<MetricsLog> log_;
+  std::vector<nlohmann::ordered_json> unwritten_;
   Clock::time_point begun_;
   double step_seconds_ = 0;
   double last_step_ = 0;  // wall_seconds() when a step was counted last
