@@ -59,7 +59,7 @@ std::map<std::string, ErrorsByGroup> errors_of_kept(Device& device, const Restor
 
 void print_checkpoint(Device& device, const std::string& path) {
   const LoadedCheckpoint checkpoint = open_checkpoint(path);
-  Config config = config_of(checkpoint, {});
+  Config config = config_of(checkpoint);
   config.precision.offload_weights = false;  // no hooks copy them
   RestoredModel model(device, checkpoint, config);
   model.run_batch();

@@ -99,7 +99,7 @@ int part_of_column(const ModelConfig& model, size_t column) {
 
 void print_checkpoint(Device& device, const std::string& path) {
   const LoadedCheckpoint checkpoint = open_checkpoint(path);
-  const Config config = config_of(checkpoint, {});
+  const Config config = config_of(checkpoint);
   if (config.precision.recipe != Recipe::kBf16) {
     throw_bad_input("{}: needs a run with precision.recipe=bf16", checkpoint.path());
   }

@@ -86,7 +86,7 @@ double relative_distance(const std::vector<float>& a, const std::vector<float>& 
 void print_all(const std::string& path) {
   const auto device = make_cpu_device();
   const LoadedCheckpoint checkpoint = open_checkpoint(path);
-  const Config config = config_of(checkpoint, {});
+  const Config config = config_of(checkpoint);
   if (config.precision.compute != DType::kBF16 || config.model.norm_placement != NormPlacement::kBefore) {
     throw_bad_input("{}: needs a model in bf16 with model.norm_placement=before", checkpoint.path());
   }

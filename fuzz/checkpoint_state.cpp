@@ -18,8 +18,8 @@ FUZZ_TARGET(checkpoint_state) {
   place_file(std::string(kManifestName), sealed_manifest(body));
   std::optional<LoadedCheckpoint> checkpoint;
   if (!accepts([&] { checkpoint = load_checkpoint(folder().path().string()); })) return;
-  accepts([&] { config_of(*checkpoint, {}); });
-  accepts([&] { config_of(*checkpoint, {"training.steps=3"}); });
+  accepts([&] { config_of(*checkpoint); });
+  accepts([&] { inference_config_of(*checkpoint, {"training.steps=3"}); });
   accepts([&] { max_positions_of(*checkpoint, 2048); });
   accepts([&] { find_origin(checkpoint->path(), checkpoint->state(), [](const std::string&) {}); });
   accepts([&] {

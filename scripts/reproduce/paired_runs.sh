@@ -132,13 +132,10 @@ evaluate() {
 # Runs of fp32 have no such layers, and are refused.
 evaluate_runs() {
   local folder same bf16 options=(--data "$work/tokens/eval-*.npy" --max-sequences "$held_out_sequences")
-  # One GPU has all weights, whatever the run divided or kept in host memory, where only FP8 codes of them would be at hand.
-  local whole=(--set distributed.zero_stage=0 --set distributed.shard_size=0 --set distributed.gathered_blocks=2
-    --set precision.offload_weights=false)
   for folder; do
     [ ! -e "$folder/held_out.json" ] || continue
     same=$(evaluate "${folder##*/}" "${options[@]}" --set precision.eval=same)
-    bf16=$(evaluate "${folder##*/}" "${options[@]}" --set precision.eval=bf16 "${whole[@]}")
+    bf16=$(evaluate "${folder##*/}" "${options[@]}" --set precision.eval=bf16)
     printf '{"same": %s, "bf16": %s}\n' "$same" "$bf16" > "$folder/held_out.json.partial"
     mv "$folder/held_out.json.partial" "$folder/held_out.json"
   done

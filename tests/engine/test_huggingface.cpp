@@ -58,7 +58,7 @@ std::vector<float> logits_of(const std::string& imported, const Expected& expect
                              std::vector<std::string> overrides) {
   const LoadedCheckpoint checkpoint = open_checkpoint(imported);
   overrides.push_back("training.micro_batch_size=2");
-  const Config config = config_of(checkpoint, overrides);
+  const Config config = inference_config_of(checkpoint, overrides);
   const auto device = make_cpu_device();
   InferenceRun run(*device, checkpoint, config);
   const std::vector<int32_t> targets(expected.tokens.size(), kIgnoreTarget);
@@ -215,17 +215,17 @@ TEST_CASE("a checkpoint of a version that ignored keys of another fine-tuning me
           "[engine][huggingface]") {
   const TemporaryFolder folder;
   const LoadedCheckpoint imported = open_checkpoint(import_fixture("llama_mha", folder));
-  const Config saved = config_of(imported, {});
+  const Config saved = config_of(imported);
   nlohmann::json state = imported.state();
   state["config"]["finetune"] = {{"method", "full"}, {"rank", 3}, {"mix", "paper"}, {"base", "compute"}};
   CHECK_THROWS_AS(parse_config(state["config"], "test"), Error);
   save_checkpoint(folder / "older", {.step = 1, .state = state, .tensors = {}}, {});
   const LoadedCheckpoint older = open_checkpoint(folder / "older");
-  CHECK(config_of(older, {}).finetune == saved.finetune);
-  CHECK(config_of(older, {"training.micro_batch_size=1"}).finetune == saved.finetune);
+  CHECK(config_of(older).finetune == saved.finetune);
+  CHECK(inference_config_of(older, {"training.micro_batch_size=1"}).finetune == saved.finetune);
   state["config"]["finetune"] = {{"method", "qst"}, {"rank", 3}, {"downsample", "avg_pool"}};
   save_checkpoint(folder / "pooled", {.step = 1, .state = state, .tensors = {}}, {});
-  const FinetuneConfig pooled = config_of(open_checkpoint(folder / "pooled"), {}).finetune;
+  const FinetuneConfig pooled = config_of(open_checkpoint(folder / "pooled")).finetune;
   CHECK((pooled.downsample == Downsampling::kAveragePool && pooled.rank == FinetuneConfig().rank));
 }
 
@@ -233,7 +233,7 @@ TEST_CASE("a run does not start from the weights of another model", "[engine][hu
   const TemporaryFolder folder;
   const std::string imported = import_fixture("llama_mha", folder);
   const LoadedCheckpoint checkpoint = open_checkpoint(imported);
-  const Config saved = config_of(checkpoint, {});
+  const Config saved = config_of(checkpoint);
   ModelConfig other = saved.model;
   other.rope_theta = 5e5;
   other.init = InitKind::kMitchell;
@@ -564,7 +564,7 @@ TEST_CASE("a model with a norm of each head is exported as Qwen3 and imported ag
   CHECK(config.at("tie_word_embeddings") == true);
 
   REQUIRE(run_import({.folder = folder / "exported", .output = folder / "imported"}) == 0);
-  CHECK(config_of(open_checkpoint(folder / "imported"), {}).model.qk_norm == QkNormKind::kPerHead);
+  CHECK(config_of(open_checkpoint(folder / "imported")).model.qk_norm == QkNormKind::kPerHead);
   REQUIRE(run_export({.checkpoint = folder / "imported", .output = folder / "again"}) == 0);
   CHECK(differing(folder / "exported", folder / "again") == std::vector<std::string>{});
   Expected batch{.shape = {2, 16}, .tokens = {}, .logits = {}};

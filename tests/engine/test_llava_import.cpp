@@ -66,9 +66,9 @@ struct Computed {
 // Images in the order of their slots, as a loader gives them, and blank ones behind.
 Computed compute(const std::string& imported, Expected expected) {
   const LoadedCheckpoint checkpoint = open_checkpoint(imported);
-  const Config config =
-      config_of(checkpoint, {"precision.recipe=fp32", "training.micro_batch_size=3", "training.global_batch_size=3",
-                             "data.images_per_sequence=2", "data.sequence_length=40"});
+  const Config config = inference_config_of(
+      checkpoint, {"precision.recipe=fp32", "training.micro_batch_size=3", "training.global_batch_size=3",
+                   "data.images_per_sequence=2", "data.sequence_length=40"});
   const auto device = make_cpu_device();
   InferenceRun run(*device, checkpoint, config);
   const VisionConfig& vision = config.model.vision;
@@ -292,7 +292,7 @@ TEST_CASE("models with towers whose files do not fit are refused", "[engine][hug
   json processor = json::parse(read_file(copy + "/processor_config.json"));
   processor["image_processor"]["image_mean"] = {0.25, 0.5, 0.75};
   write_file(copy + "/processor_config.json", processor.dump());
-  const Config config = config_of(open_checkpoint(import_from(copy, folder, "means")), {});
+  const Config config = config_of(open_checkpoint(import_from(copy, folder, "means")));
   CHECK(config.model.vision.tower.pixel_mean == std::vector<double>{0.25, 0.5, 0.75});
   // Nothing that would make other pixels than Parka does is read over.
   for (const auto& [change, says] : std::vector<std::pair<json, std::string>>{

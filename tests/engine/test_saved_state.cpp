@@ -52,13 +52,28 @@ std::string refusal(const std::function<void(json&)>& change,
 TEST_CASE("the state of a run is read back", "[engine][checkpoint]") {
   const TemporaryFolder folder;
   const LoadedCheckpoint checkpoint = saved(folder, state_of_a_run());
-  CHECK(config_of(checkpoint, {"training.steps=7"}).model.d_model == 64);
+  CHECK(inference_config_of(checkpoint, {"training.steps=7"}).model.d_model == 64);
   CHECK(max_positions_of(checkpoint, 2048) == 2048);
   const SavedProgress progress = read_progress(checkpoint);
   CHECK((progress.applied_steps == 3 && progress.position.epoch == 1 && progress.position.consumed == 12));
   CHECK(progress.fingerprint == 18446744073709551615u);
   CHECK(progress.files.size() == 1);
   CHECK(progress.recent_steps.empty());
+}
+
+TEST_CASE("inference has all weights on its device, whatever the run divided", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  json state = state_of_a_run();
+  const std::vector<std::string> divided = {"precision.recipe=coat",          "model.num_heads=2",
+                                            "distributed.zero_stage=3",       "distributed.gathered_blocks=4",
+                                            "precision.offload_weights=true", "optimizer.offload=true"};
+  state["config"] = to_json(override_config(state["config"], divided, "test"));
+  const LoadedCheckpoint checkpoint = saved(folder, state);
+  CHECK(config_of(checkpoint).distributed.zero_stage == 3);
+  const Config config = inference_config_of(checkpoint, {"precision.eval=bf16"});
+  CHECK(config.precision.eval == EvalNumerics::kBf16);
+  CHECK_FALSE(config.precision.offload_weights);
+  CHECK(config.distributed.zero_stage == DistributedConfig{}.zero_stage);
 }
 
 TEST_CASE("keys that a run's version did not have are as it computed, not as today's recipe has them",
@@ -70,7 +85,7 @@ TEST_CASE("keys that a run's version did not have are as it computed, not as tod
     state["config"] =
         to_json(override_config(state["config"], {"precision.recipe=parka", "model.num_heads=2"}, "test"));
     for (const std::string& key : left_out) state["config"]["precision"].erase(key);
-    return config_of(saved(folder, state), overrides).precision;
+    return inference_config_of(saved(folder, state), overrides).precision;
   };
   const PrecisionConfig today = precision_of({}, {});
   REQUIRE((today.head == Storage::kFp8 && today.sampled_amax));
@@ -129,7 +144,7 @@ TEST_CASE("a state that lacks something or has it in another type is refused by 
     CAPTURE(message, part);
     CHECK(message.find(part) != std::string::npos);
   };
-  const auto config = [](const LoadedCheckpoint& checkpoint) { config_of(checkpoint, {}); };
+  const auto config = [](const LoadedCheckpoint& checkpoint) { config_of(checkpoint); };
   says(refusal([](json& state) { state.erase("config"); }, config), "\"config\"");
   says(refusal([](json& state) { state = nullptr; }, config), "\"config\"");
   says(refusal([](json& state) { state["config"] = 3; }, config), "expected an object");

@@ -147,7 +147,7 @@ void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group, const std
   }
   auto base = std::make_shared<const LoadedCheckpoint>(load_checkpoint(*path, group));
   std::vector<std::string> names;
-  for (const ParameterInfo& p : make_parameter_table(config_of(checkpoint, {}).model, false).all) {
+  for (const ParameterInfo& p : make_parameter_table(config_of(checkpoint).model, false).all) {
     names.push_back(p.name);
   }
   checkpoint.set_base(std::move(base), names);

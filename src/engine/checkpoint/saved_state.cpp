@@ -35,7 +35,7 @@ bool is_file(const json& file) {
 
 // A step applies at most one update, reads one global batch, and goes through no more than one epoch.
 void check_progress(const LoadedCheckpoint& checkpoint, const SavedProgress& progress) {
-  const int64_t step = checkpoint.step(), batch = config_of(checkpoint, {}).training.global_batch_size;
+  const int64_t step = checkpoint.step(), batch = config_of(checkpoint).training.global_batch_size;
   const auto [epoch, consumed] = progress.position;
   if (progress.applied_steps <= step && progress.skipped_in_a_row <= step - progress.applied_steps &&
       consumed % batch == 0 && epoch <= step && consumed / batch <= step - epoch) {
@@ -105,15 +105,23 @@ json with_values_of_its_version(json config) {
   return config;
 }
 
+json saved_config(const LoadedCheckpoint& checkpoint) {
+  return with_values_of_its_version(without_unused_keys(member(checkpoint, checkpoint.state(), "config")));
+}
+
 }  // namespace
 
-Config config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides) {
-  const json saved =
-      with_values_of_its_version(without_unused_keys(member(checkpoint, checkpoint.state(), "config")));
-  Config config = override_config(saved, overrides, checkpoint.path());
-  if (overrides.empty()) return config;
-  const std::vector<std::string> differences =
-      weight_differences(override_config(saved, {}, checkpoint.path()), config);
+Config config_of(const LoadedCheckpoint& checkpoint) {
+  return override_config(saved_config(checkpoint), {}, checkpoint.path());
+}
+
+Config inference_config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides) {
+  const Config saved = config_of(checkpoint);
+  json undivided = saved_config(checkpoint);
+  undivided.erase("distributed");
+  if (undivided.contains("precision")) undivided["precision"].erase("offload_weights");
+  Config config = override_config(undivided, overrides, checkpoint.path());
+  const std::vector<std::string> differences = weight_differences(saved, config);
   if (differences.empty()) return config;
   throw_bad_input("{}: its weights are of another model than the overrides ask for: {}", checkpoint.path(),
                   fmt::join(differences, "; "));

@@ -23,7 +23,7 @@ using nlohmann::ordered_json;
 // The checkpoint's config with what the command line asks for in place of what it evaluates on itself.
 Config eval_config(const LoadedCheckpoint& checkpoint, const EvalOptions& options) {
   parse_sets(options.sets, "--sets");
-  Config config = config_of(checkpoint, options.overrides);
+  Config config = inference_config_of(checkpoint, options.overrides);
   if (options.data.empty() && options.sets.empty() && options.tasks.empty()) return config;
   config.data.eval = options.data;
   config.evaluation.sets = options.sets;

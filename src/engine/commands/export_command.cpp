@@ -53,7 +53,7 @@ class Exporter {
   explicit Exporter(const ExportOptions& options)
       : options_(options),
         checkpoint_(open_whole(options)),
-        config_(config_of(checkpoint_, {})),
+        config_(config_of(checkpoint_)),
         table_(make_parameter_table(config_.model, false)),
         weights_(checkpoint_, table_.all, lora_adapters(config_)) {
     if (config_.finetune.method == FinetuneMethod::kQst) {
@@ -189,7 +189,7 @@ class Exporter {
       return shown.empty() ? std::string() : shown.front();
     };
     if (checkpoint_.base() != nullptr) {
-      const std::string difference = first_difference(config_of(*checkpoint_.base(), {}).model);
+      const std::string difference = first_difference(config_of(*checkpoint_.base()).model);
       const bool is_qst = config_.finetune.method == FinetuneMethod::kQst;
       if (!difference.empty()) {
         throw_bad_input(

@@ -157,7 +157,7 @@ int run_generate(const GenerateOptions& options) {
   if (!options.prompts.empty() && !options.prompt_tokens.empty())
     throw_bad_input("give --prompt or --prompt-tokens, not both");
   const LoadedCheckpoint checkpoint = open_checkpoint(options.checkpoint, options.overrides);
-  Config config = config_of(checkpoint, options.overrides);
+  Config config = inference_config_of(checkpoint, options.overrides);
   check_tokens("--stop-token", options.stop_tokens, config.model.vocab_size);
   if (options.chat) return run_chat(options, checkpoint, config);
   std::unique_ptr<TextCodec> codec;

@@ -50,18 +50,13 @@ int64_t record_workspace_bytes(const Config& config, const CacheShape& cache) {
   return device.workspace_bytes();
 }
 
-// One rank has its sequences alone, whatever the run shared.
-Config with_whole_sequences(Config config) {
-  config.distributed.context_parallel = 1;
-  return config;
-}
-
 }  // namespace
 
 LoadedCheckpoint open_checkpoint(const std::string& path, const std::vector<std::string>& overrides,
                                  const LoadGroup& group) {
   const auto whole = [&](LoadedCheckpoint checkpoint) {
-    if (has_base(checkpoint)) attach_base(checkpoint, group, config_of(checkpoint, overrides).checkpoint.init_from);
+    if (has_base(checkpoint))
+      attach_base(checkpoint, group, inference_config_of(checkpoint, overrides).checkpoint.init_from);
     return checkpoint;
   };
   if (file_exists(path + "/manifest.json")) return whole(load_checkpoint(path, group));
@@ -95,7 +90,7 @@ DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cac
 
 InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, const Config& config,
                            const CacheShape& cache)
-    : config_(with_whole_sequences(config)),
+    : config_(config),
       declared_(config_, cache, device.kind()),
       arena_(std::make_unique<Arena>(device, declared_.plan)) {
   Model& model = declared_.model;

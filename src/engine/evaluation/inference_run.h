@@ -33,7 +33,7 @@ struct DeclaredInference {
 // A model with the weights of a checkpoint, for evaluation and generation only.
 class InferenceRun {
  public:
-  // `config` is the checkpoint's.
+  // `config` is that of inference_config_of.
   InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, const Config& config,
                const CacheShape& cache = {});
 

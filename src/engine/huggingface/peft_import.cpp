@@ -177,7 +177,7 @@ FinetuneConfig parse_peft_config(const json& config, const std::string& where) {
 
 std::string import_peft_adapter(const std::string& folder, const LoadedCheckpoint& base, const std::string& out) {
   const std::string where = (fs::path(folder) / kPeftConfigName).string();
-  Config config = config_of(base, {});
+  Config config = config_of(base);
   if (config.finetune.method != FinetuneMethod::kFull) {
     const bool is_qst = config.finetune.method == FinetuneMethod::kQst;
     throw_bad_input("{}: has {} of its own; {}", base.path(), is_qst ? "a side network" : "adapters",

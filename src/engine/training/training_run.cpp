@@ -148,7 +148,7 @@ void TrainingRun::initialize_alike() {
 }
 
 std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& checkpoint) {
-  const Config saved = config_of(checkpoint, {});
+  const Config saved = config_of(checkpoint);
   ResumeDifferences differences = model_differences(saved.model, config_.model);
   if (!differences.refused.empty()) {
     throw_bad_input("{}: checkpoint.init_from has the weights of another model: {}; change the config's model",

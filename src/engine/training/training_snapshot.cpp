@@ -27,7 +27,7 @@ namespace fs = std::filesystem;
 
 // Throws when `config` cannot go on from the checkpoint; returns how it goes on differently.
 ResumeDifferences check_resumable(const LoadedCheckpoint& checkpoint, const Config& config, bool converts_states) {
-  const Config saved = config_of(checkpoint, {});
+  const Config saved = config_of(checkpoint);
   ResumeDifferences differences = resume_differences(saved, config);
   std::vector<std::string>&refused = differences.refused, &converted = differences.converted;
   if (refused.empty() && (converted.empty() || converts_states)) return differences;
@@ -299,7 +299,7 @@ void TrainingRun::restore_base(const LoadedCheckpoint& checkpoint) {
         "checkpoint.init_from",
         checkpoint.path(), name_of(config_.finetune.base));
   }
-  const std::string source = config_of(checkpoint, {}).checkpoint.init_from;
+  const std::string source = config_of(checkpoint).checkpoint.init_from;
   std::string& given = config_.checkpoint.init_from;
   const bool is_base = has_base(checkpoint) && is_named_by(given, base_.at("checkpoint").get<std::string>());
   if (!is_base && !is_same_source(source, given)) given = source;
