@@ -2,6 +2,7 @@
 import json
 import os
 import shutil
+import struct
 import sys
 import sysconfig
 import unittest
@@ -57,6 +58,12 @@ class GpuAgainstCpu(RunFolder):
         result = parka("train", path, *arguments)
         self.assert_exit(result, 0)
         return [record["loss"] for record in metrics(self.path(run))]
+
+    def has_fp8_moments(self, checkpoint):
+        with open(self.path(checkpoint + "/shard_0.safetensors"), "rb") as file:
+            names = json.loads(file.read(struct.unpack("<Q", file.read(8))[0]))
+        self.assertTrue(any(".exp_avg" in name for name in names))
+        return any(name.endswith(".exp_avg.amax") for name in names)
 
     def worst_difference(self, a, b):
         self.assertEqual(len(a), len(b))
@@ -180,12 +187,15 @@ class GpuAgainstCpu(RunFolder):
             shutil.copytree(self.path("stem"), self.path(run))
             curves[recipe, device] = self.run_training(run, device, "--convert-states", recipe=recipe)
             self.assertEqual(curves[recipe, device][: STEPS // 2], stem)
+            self.assertEqual(self.has_fp8_moments(f"{run}/step_{STEPS:08}"), recipe == "coat")
         noise = self.worst_difference(curves["coat", "cpu"], curves["bf16", "cpu"])
         for recipe in ("bf16", "coat"):
             self.assertLess(self.worst_difference(curves[recipe, "cpu"], curves[recipe, "cuda"]), 2 * noise)
         # And back to fp32 moments.
         again = {device: self.run_training(f"coat_{device}", device, "--convert-states", steps=STEPS + 10)
                  for device in ("cpu", "cuda")}
+        for device in again:
+            self.assertFalse(self.has_fp8_moments(f"coat_{device}/step_{STEPS + 10:08}"))
         self.assertLess(self.worst_difference(again["cpu"][STEPS:], again["cuda"][STEPS:]), 2 * noise)
 
     def test_eval_agrees(self):
