@@ -7,7 +7,8 @@ A run is a run folder named RECIPE.SEED, or RECIPE.SEED=FOLDER. The first run's 
 recipe has a base run over the same batches.
 
     gap    the run's loss less that of the base run with its seed, nats per token: mean over the last --last of the steps, with
-           --until of those up to so many tokens, as where a text begins to be read again
+           --until of those up to so many tokens, as where a text begins to be read again. The slope stays that of whole runs,
+           with whatever comes after
     slope  how much the base's loss falls when the number of tokens n is multiplied: -dL / d ln n
     t      exp(gap / slope): the recipe needs t times the tokens
     speed at equal loss = raw speed-up / t
@@ -47,7 +48,7 @@ require("numpy")
 import numpy as np  # noqa: E402
 
 from compare import Run, block_length, differences, interval, last_mean, limit, print_rows  # noqa: E402
-from run_metrics import EVALUATIONS, HeldOut, check_targets, fail, median, metrics_path, read_records, runs_by_seed, save_picture, smooth_curve  # noqa: E402
+from run_metrics import EVALUATIONS, HeldOut, check_targets, fail, median, metrics_path, read_records, runs_by_seed, save_picture, smooth_curve, warn  # noqa: E402
 
 # The 97.5 % quantile of Student's t with so many degrees of freedom; with more that of the last is a little too wide.
 STUDENT = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), 1))
@@ -68,7 +69,8 @@ class SeedRun(Run):
         self.speed = median(speeds) if any(speeds) else None
         self.held_out = HeldOut(run) if evaluated else None
         if evaluated and self.held_out.step != self.end[0]:
-            fail(f"{self.held_out.path}: was evaluated at step {self.held_out.step:,}, and the run ends at {self.end[0]:,}; evaluate it at its end")
+            fail(f"{self.held_out.path}: was evaluated at step {self.held_out.step:,}, and the run ends at {self.end[0]:,}; evaluate it there, and delete "
+                 "a held_out.json of another step")
 
 
 def read_runs(arguments, evaluated):
@@ -116,9 +118,12 @@ def last_gaps(base, run, share, until):
     _, of_base, of_run = differences(base, run, "steps")
     gaps = of_run - of_base
     if until is not None:
-        gaps = gaps[np.intersect1d(base.tokens, run.tokens) <= until]
+        tokens = np.intersect1d(base.tokens, run.tokens)
+        if until > tokens[-1]:
+            fail(f"--until: {run.name} ends at {tokens[-1]:,.0f} tokens; give fewer, or leave it out")
+        gaps = gaps[tokens <= until]
         if len(gaps) < 2:
-            fail(f"--until: {run.name} has {len(gaps)} losses up to {until:,.0f} tokens; give more tokens")
+            fail(f"--until: {run.name} has too few losses up to {until:,.0f} tokens ({len(gaps)}); give more tokens")
     return gaps[-max(2, round(share * len(gaps))):]
 
 
@@ -173,7 +178,10 @@ def held_out_figures(model, base, runs, slope):
     for recipe, of_recipe in runs.items():
         for name in EVALUATIONS:
             pairs = {seed: (run.held_out.losses, base[seed].held_out.losses) for seed, run in of_recipe.items()}
-            if all(name in of_run and name in of_base for of_run, of_base in pairs.values()):
+            there = [name in of_run and name in of_base for of_run, of_base in pairs.values()]
+            if any(name in of_run for of_run, _ in pairs.values()) and not all(there):
+                warn(f"{recipe}: not all of its runs and those of the base are evaluated in {name}, and so none are compared; they want held_out.json")
+            if all(there):
                 gaps = {seed: [of_run[name] - of_base[name]] for seed, (of_run, of_base) in pairs.items()}
                 result[recipe, name] = gap_figures(f"loss_gap.{model}.{recipe}.held_out.{name}",
                                                    f"equal_loss.{model}.{recipe}.token_ratio.held_out.{name}", gaps, slope)
@@ -295,9 +303,10 @@ def slopes_of(base_name, base, options):
     slopes = {"slope": slope_between(base, shorter, lambda run: last_mean(run.loss, options.last)) if shorter else fitted_slope(base)}
     if options.held_out:
         check_targets([run.held_out for _, run in (*base.items(), *shorter)])
-        slopes["slope.held_out"] = slope_between(base, shorter, lambda run: run.held_out.losses["same"]) if shorter else slopes["slope"]
+        if shorter:
+            slopes["slope.held_out"] = slope_between(base, shorter, lambda run: run.held_out.losses["same"])
     source = "complete runs" if shorter else "its own curves"
-    if not all(slope > 0 for slope in slopes.values()):
+    if not all(slope > 1e-9 for slope in slopes.values()):  # rounding alone is less
         fail(f"the loss of {base_name} does not fall with more tokens ({source}); train longer runs")
     return slopes, source
 
@@ -317,7 +326,8 @@ def main():
         check_targets([run.held_out for of_recipe in runs.values() for run in of_recipe.values()])
     slopes, source = slopes_of(base_name, base, options)
     figures = {name: recipe_figures(options.model, name, base, runs[name], slopes["slope"], options) for name in names}
-    held_out = held_out_figures(options.model, base, others, slopes["slope.held_out"]) if options.held_out else {}
+    held_out_slope = slopes.get("slope.held_out", slopes["slope"])
+    held_out = held_out_figures(options.model, base, others, held_out_slope) if options.held_out else {}
     if options.json:
         for name, slope in slopes.items():
             print(json.dumps({"name": f"equal_loss.{options.model}.{base_name}.{name}", "value": slope, "unit": "nats/token", "of": source}))
@@ -325,9 +335,11 @@ def main():
             for each in of_recipe.values():
                 print(json.dumps(each))
     else:
+        if options.until is not None:
+            print(f"training losses up to {options.until:,.0f} tokens; the slope is that of whole runs")
         print_table(base_name, slopes["slope"], source, figures)
         if held_out:
-            print_held_out(base_name, slopes["slope.held_out"], held_out)
+            print_held_out(base_name, held_out_slope, held_out)
     if options.out:
         smooth = max(25, min(len(run.loss) for run in base.values()) // 20)
         save_picture(lambda plt: draw(plt, base_name, runs, figures, smooth), options.out)

@@ -96,7 +96,7 @@ def is_evaluation(result):
 
 class HeldOut:
     """A run's losses on held-out data, by the numerics they were found in, and of how many targets, at which step, they are:
-    of held_out.json in its folder, or without one of the last evaluation in its metrics, in the numerics of training alone.
+    of held_out.json in its folder, or without one of the last evaluation in its metrics, which is in the numerics of training.
     `path` is the file they are from."""
 
     def __init__(self, run):
@@ -108,13 +108,13 @@ class HeldOut:
             self.path = metrics
             results = {"same": next((record for record in reversed(read_records(metrics)) if record.get("kind") == "eval"), None)}
             if not is_evaluation(results["same"]):
-                fail(f"{metrics}: its last evaluation has no loss on held-out data, and there is no held_out.json beside it; make one with "
-                     "evaluate_runs of scripts/reproduce/paired_runs.sh")
+                fail(f"{metrics}: its last evaluation has no loss on held-out data; put what `parka eval RUN --json` prints into "
+                     "held_out.json beside it, as {\"same\": ...}")
         self.losses = {name: result["loss"] for name, result in results.items()}
         self.step, self.targets = results["same"]["step"], results["same"]["num_targets"]
 
     def read_file(self):
-        """Its results in each of EVALUATIONS, all at one step and of as many targets."""
+        """Its results in the first of EVALUATIONS, or in all, at one step and of as many targets."""
         try:
             with open(self.path, encoding="utf-8", errors="replace") as file:
                 results = json.load(file)
@@ -122,10 +122,10 @@ class HeldOut:
             fail(f"{self.path}: {error.strerror}")
         except ValueError:
             results = None
-        if not isinstance(results, dict) or not all(is_evaluation(results.get(name)) for name in EVALUATIONS):
-            fail(f"{self.path}: not losses on held-out data in both numerics; delete it and evaluate the run again")
-        results = {name: results[name] for name in EVALUATIONS}
-        one, other = ((result["step"], result["num_targets"]) for result in results.values())
+        if not isinstance(results, dict) or "same" not in results or not all(is_evaluation(results.get(name, results["same"])) for name in EVALUATIONS):
+            fail(f"{self.path}: not losses on held-out data; delete it and evaluate the run again")
+        results = {name: results[name] for name in EVALUATIONS if name in results}
+        one, other = ((results.get(name, results["same"])["step"], results.get(name, results["same"])["num_targets"]) for name in EVALUATIONS)
         if one != other:
             fail(f"{self.path}: is of {one[1]:,} targets at step {one[0]:,} and of {other[1]:,} at step {other[0]:,}; delete it and evaluate "
                  "the run again")

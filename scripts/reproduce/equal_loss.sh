@@ -52,7 +52,7 @@ whole=("${folders[@]:0:${#folders[@]}-1}")
 compared=("${whole[@]}" --shorter "${folders[-1]}" --model "${NAME:-$(basename "$CONFIG" .json)}")
 for speedup in ${SPEEDUPS:-}; do compared+=(--speedup "$speedup"); done
 if [ "$held_out" != 0 ]; then
-  evaluate_runs "${whole[@]}"
+  evaluate_runs "${folders[@]}"
   compared+=(--held-out)
 fi
 "$python" scripts/equal_loss.py "${compared[@]}" --json --out "$out/equal_loss.png" > "$out/equal_loss.jsonl"

@@ -14,15 +14,16 @@ from pathlib import Path
 from measured_runs import ScriptParser, run_main
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from run_metrics import EVALUATIONS, HeldOut, check_targets  # noqa: E402
+from run_metrics import EVALUATIONS, HeldOut, check_targets, fail  # noqa: E402
 
 
 def add_held_out(rows, out):
     evaluated = {name: HeldOut(out / name) for row in rows for name in (row["against"], row["run"])}
     check_targets(list(evaluated.values()))
+    numerics = [name for name in EVALUATIONS if all(name in each.losses for each in evaluated.values())]
     for row in rows:
         of_run, of_base = evaluated[row["run"]].losses, evaluated[row["against"]].losses
-        row["held_out"] = {name: of_run[name] - of_base[name] for name in EVALUATIONS}
+        row["held_out"] = {name: of_run[name] - of_base[name] for name in numerics}
 
 
 def told(values, unit=""):
@@ -35,7 +36,12 @@ def main():
     parser.add_argument("out", type=Path)
     parser.add_argument("--held-out", action="store_true", help="add differences of the runs' held_out.json")
     options = parser.parse_args()
-    rows = [json.loads(line) for line in options.differences.read_text(encoding="utf-8").splitlines()]
+    try:
+        rows = [json.loads(line) for line in options.differences.read_text(encoding="utf-8").splitlines()]
+    except ValueError:
+        rows = []
+    if not rows:
+        fail(f"{options.differences}: not the lines of compare.py --json")
     if options.held_out:
         add_held_out(rows, options.out)
     (options.out / "fork_gap.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
@@ -45,7 +51,7 @@ def main():
     for name, of_seeds in of_recipes.items():
         line = f"{name}: {told([row['nats'] for row in of_seeds], ' nats per token')}"
         if options.held_out:
-            line += "; held out: " + ", ".join(f"{each} {told([row['held_out'][each] for row in of_seeds])}" for each in EVALUATIONS)
+            line += "; held out: " + ", ".join(f"{each} {told([row['held_out'][each] for row in of_seeds])}" for each in of_seeds[0]["held_out"])
         print(line)
 
 

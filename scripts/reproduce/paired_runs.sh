@@ -35,10 +35,16 @@ make_tokens() {
   [ -e "$work/tokens/train-00000.npy" ] || "$python" scripts/prepare_data.py "$text" --out "$work/tokens" "$@" "${text_files[@]}"
 }
 
+# check_share SHARE: refuses what is not above 0 and below 1.
+check_share() {
+  [[ $1 =~ ^0?\.0*[1-9][0-9]*$ ]] || { echo "$(basename "$0"): HELD_OUT=$1 is no share of the documents; give one as 0.02" >&2; exit 2; }
+}
+
 # make_bpe_tokens IDS TOKENS HELD_OUT: of the text, with a BPE tokenizer of up to IDS ids that is trained on it: TOKENS, or all
 # where that share of the documents, other than 0, is held out. `vocabulary` gets the model's, and `epochs` how often TOKENS are
 # read them all.
 make_bpe_tokens() {
+  [ "$3" = 0 ] || check_share "$3"
   make_tokenizer "$1"
   local wanted=(--max-tokens "$2")
   [ "$3" = 0 ] || wanted=(--eval-fraction "$3")
@@ -57,7 +63,7 @@ make_byte_tokens() {
     make_tokens --max-tokens "$1"
     return
   fi
-  [[ $2 =~ ^0?\.[0-9]+$ ]] || { echo "$(basename "$0"): HELD_OUT=$2 is no share of the documents; give one as 0.02" >&2; exit 2; }
+  check_share "$2"
   local all
   all=$("$python" -c 'import sys; print(round(int(sys.argv[1]) / (1 - float(sys.argv[2]))))' "$1" "$2")
   make_tokens --max-tokens "$all" --eval-fraction "$2"
@@ -127,16 +133,17 @@ evaluate() {
   CUDA_VISIBLE_DEVICES=$gpu "$PARKA" eval "$work/$1" --json "${@:2}"
 }
 
-# evaluate_runs FOLDER...: some of `folders`. Each gets held_out.json, unless it has one: what parka eval finds on the tokens that
-# are held out, in the numerics of training ("same") and with linear layers in bf16 ("bf16"), as an export in bf16 is used.
-# Runs of fp32 have no such layers, and are refused.
+# evaluate_runs FOLDER...: of `folders`. Each gets held_out.json, unless it has one: what parka eval finds on the tokens that are
+# held out, in the numerics of training ("same") and with linear layers in bf16 ("bf16"), as an export in bf16 is used. Runs of
+# fp32, which have no such layers, have the first alone.
 evaluate_runs() {
-  local folder same bf16 options=(--data "$work/tokens/eval-*.npy" --max-sequences "$held_out_sequences")
+  local folder results options=(--data "$work/tokens/eval-*.npy" --max-sequences "$held_out_sequences")
   for folder; do
     [ ! -e "$folder/held_out.json" ] || continue
-    same=$(evaluate "${folder##*/}" "${options[@]}" --set precision.eval=same)
-    bf16=$(evaluate "${folder##*/}" "${options[@]}" --set precision.eval=bf16)
-    printf '{"same": %s, "bf16": %s}\n' "$same" "$bf16" > "$folder/held_out.json.partial"
+    results="\"same\": $(evaluate "${folder##*/}" "${options[@]}" --set precision.eval=same)"
+    grep -qs '"compute": "fp32"' "$folder/config.json" ||
+      results+=", \"bf16\": $(evaluate "${folder##*/}" "${options[@]}" --set precision.eval=bf16)"
+    echo "{$results}" > "$folder/held_out.json.partial"
     mv "$folder/held_out.json.partial" "$folder/held_out.json"
   done
 }

@@ -223,7 +223,15 @@ class Reproduce(unittest.TestCase):
         self.assertEqual([{key: round(value, 9) for key, value in each.items()} for each in held_out],
                          [{"same": 0.01, "bf16": 0.001}, {"same": 0.03, "bf16": -0.002}])
         file = out / "fp8.2" / "held_out.json"
-        file.write_text(file.read_text().replace("100", "90"))
+        whole = file.read_text()
+        file.write_text(json.dumps({"same": json.loads(whole)["same"]}))  # of numerics that one run lacks nothing is said
+        self.assertTrue(subprocess.run([*command, "--held-out"], capture_output=True, text=True).stdout.endswith(
+            "; held out: same +0.02000 (+0.01000 to +0.03000)\n"))
+        for text in ("", "no JSON"):
+            (out / "other").write_text(text)
+            result = subprocess.run([*command[:2], out / "other", out], capture_output=True, text=True)
+            self.assertEqual((result.returncode, result.stdout, result.stderr.count("\n")), (2, "", 1), result.stderr)
+        file.write_text(whole.replace("100", "90"))
         result = subprocess.run([*command, "--held-out"], capture_output=True, text=True)
         self.assertEqual((result.returncode, result.stdout), (2, ""))
         self.assertRegex(result.stderr, r"^fork_table.py: error: .*fp8\.2/held_out\.json: is of 90 targets, .*bf16\.1/held_out\.json of 100; ")
@@ -231,8 +239,9 @@ class Reproduce(unittest.TestCase):
     def test_an_evaluation_that_fails_leaves_no_file(self):
         """With a program that writes down how it is called, and fails in bf16 as long as there is a file."""
         folder = Path(self.out).resolve()
-        for name in ("fp8.1", "fp8.2"):
+        for name, compute in (("fp8.1", "bf16"), ("fp8.2", "bf16"), ("fp8.3", "fp32")):
             (folder / "runs" / name).mkdir(parents=True)
+            (folder / "runs" / name / "config.json").write_text(json.dumps({"precision": {"compute": compute}}, indent=2))
         program = folder / "program"
         program.write_text(f"""#!/bin/sh
 echo "$CUDA_VISIBLE_DEVICES $*" >> '{folder}/calls'
@@ -248,17 +257,18 @@ case $* in *precision.eval=bf16*) [ ! -e '{folder}/fails' ] || {{ echo '{{"loss"
 
         result = evaluate()
         self.assertEqual((result.returncode, result.stdout), (3, ""))
-        self.assertEqual(list(folder.glob("runs/*/*")), [])
+        self.assertEqual({path.name for path in folder.glob("runs/*/*")}, {"config.json"})
         (folder / "fails").unlink()
         (folder / "calls").unlink()
         for _ in range(2):  # the second time both have one
             result = evaluate()
             self.assertEqual((result.returncode, result.stdout), (0, "done\n"))
-        for name in ("fp8.1", "fp8.2"):
-            self.assertEqual([path.name for path in (folder / "runs" / name).iterdir()], ["held_out.json"])
-            self.assertEqual(json.loads((folder / "runs" / name / "held_out.json").read_text()), {"same": {"loss": 1}, "bf16": {"loss": 2}})
+        for name in ("fp8.1", "fp8.2", "fp8.3"):  # the last computes in fp32
+            self.assertEqual({path.name for path in (folder / "runs" / name).iterdir()}, {"config.json", "held_out.json"})
+            self.assertEqual(json.loads((folder / "runs" / name / "held_out.json").read_text()),
+                             {"same": {"loss": 1}, "bf16": {"loss": 2}} if name != "fp8.3" else {"same": {"loss": 1}})
         calls = (folder / "calls").read_text().splitlines()
-        expected = [(f"fp8.{seed}", numerics) for seed in (1, 2) for numerics in ("same", "bf16")]
+        expected = [*((f"fp8.{seed}", numerics) for seed in (1, 2) for numerics in ("same", "bf16")), ("fp8.3", "same")]
         self.assertEqual(len(calls), len(expected))
         for call, (name, numerics) in zip(calls, expected):
             self.assertTrue(call.startswith(f"3 eval {folder}/runs/work/{name} --json --data {folder}/runs/work/tokens/eval-*.npy "
