@@ -1,4 +1,5 @@
 # Sourced by scripts before they go to another folder. With --help a script prints the comment that it begins with, and ends.
+# setup.sh, which may be copied alone, does so by itself.
 case "${1:-}" in
   -h | --help) sed -n '2,${/^#/!q;s/^# \{0,1\}//;p}' "$0"; exit 0 ;;
 esac
