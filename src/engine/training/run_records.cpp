@@ -100,7 +100,7 @@ void RunRecords::write_again() {
   try {
     for (const auto& record : std::exchange(unwritten_, {})) log_->write(record);
   } catch (const Error&) {
-    // The run ends with the error that was deferred, which is the same.
+    // The run ends with the error that was deferred; this one tells nothing more.
     return;
   }
 }
