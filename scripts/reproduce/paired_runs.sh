@@ -133,13 +133,14 @@ evaluate() {
   CUDA_VISIBLE_DEVICES=$gpu "$PARKA" eval "$work/$1" --json "${@:2}"
 }
 
-# evaluate_runs FOLDER...: of `folders`. Each gets held_out.json, unless it has one: what parka eval finds on the tokens that are
-# held out, in the numerics of training ("same") and with linear layers in bf16 ("bf16"), as an export in bf16 is used. Runs of
-# fp32, which have no such layers, have the first alone.
+# evaluate_runs FOLDER...: of `folders`. Each gets held_out.json, unless it has that of its newest checkpoint: what parka eval
+# finds on the tokens that are held out, in the numerics of training ("same") and with linear layers in bf16 ("bf16"), as an
+# export in bf16 is used. Runs of fp32, which have no such layers, have the first alone.
 evaluate_runs() {
-  local folder results options=(--data "$work/tokens/eval-*.npy" --max-sequences "$held_out_sequences")
+  local folder newest results options=(--data "$work/tokens/eval-*.npy" --max-sequences "$held_out_sequences")
   for folder; do
-    [ ! -e "$folder/held_out.json" ] || continue
+    newest=$(printf '%s\n' "$work/${folder##*/}"/step_* | tail -n 1)
+    ! grep -qsF "/${newest##*/}\"" "$folder/held_out.json" || continue
     results="\"same\": $(evaluate "${folder##*/}" "${options[@]}" --set precision.eval=same)"
     grep -qs '"compute": "fp32"' "$folder/config.json" ||
       results+=", \"bf16\": $(evaluate "${folder##*/}" "${options[@]}" --set precision.eval=bf16)"

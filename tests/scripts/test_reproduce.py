@@ -241,11 +241,15 @@ class Reproduce(unittest.TestCase):
         folder = Path(self.out).resolve()
         for name, compute in (("fp8.1", "bf16"), ("fp8.2", "bf16"), ("fp8.3", "fp32")):
             (folder / "runs" / name).mkdir(parents=True)
+            (folder / "runs" / "work" / name / "step_00000007").mkdir(parents=True)
             (folder / "runs" / name / "config.json").write_text(json.dumps({"precision": {"compute": compute}}, indent=2))
         program = folder / "program"
         program.write_text(f"""#!/bin/sh
 echo "$CUDA_VISIBLE_DEVICES $*" >> '{folder}/calls'
-case $* in *precision.eval=bf16*) [ ! -e '{folder}/fails' ] || {{ echo '{{"loss":'; exit 3; }}; echo '{{"loss": 2}}' ;; *) echo '{{"loss": 1}}' ;; esac
+loss=1
+case $* in *precision.eval=bf16*) [ ! -e '{folder}/fails' ] || {{ echo '{{"loss":'; exit 3; }}; loss=2 ;; esac
+for checkpoint in "$2"/step_*; do :; done
+echo "{{\\"checkpoint\\":\\"$checkpoint\\",\\"loss\\":$loss}}"
 """)
         program.chmod(0o755)
         (folder / "fails").touch()
@@ -257,7 +261,7 @@ case $* in *precision.eval=bf16*) [ ! -e '{folder}/fails' ] || {{ echo '{{"loss"
 
         result = evaluate()
         self.assertEqual((result.returncode, result.stdout), (3, ""))
-        self.assertEqual({path.name for path in folder.glob("runs/*/*")}, {"config.json"})
+        self.assertEqual({path.name for path in folder.glob("runs/fp8.*/*")}, {"config.json"})
         (folder / "fails").unlink()
         (folder / "calls").unlink()
         for _ in range(2):  # the second time both have one
@@ -265,14 +269,22 @@ case $* in *precision.eval=bf16*) [ ! -e '{folder}/fails' ] || {{ echo '{{"loss"
             self.assertEqual((result.returncode, result.stdout), (0, "done\n"))
         for name in ("fp8.1", "fp8.2", "fp8.3"):  # the last computes in fp32
             self.assertEqual({path.name for path in (folder / "runs" / name).iterdir()}, {"config.json", "held_out.json"})
-            self.assertEqual(json.loads((folder / "runs" / name / "held_out.json").read_text()),
-                             {"same": {"loss": 1}, "bf16": {"loss": 2}} if name != "fp8.3" else {"same": {"loss": 1}})
+            self.assertEqual(self.losses_of(folder / "runs" / name), {"same": 1, "bf16": 2} if name != "fp8.3" else {"same": 1})
         calls = (folder / "calls").read_text().splitlines()
         expected = [*((f"fp8.{seed}", numerics) for seed in (1, 2) for numerics in ("same", "bf16")), ("fp8.3", "same")]
         self.assertEqual(len(calls), len(expected))
         for call, (name, numerics) in zip(calls, expected):
             self.assertTrue(call.startswith(f"3 eval {folder}/runs/work/{name} --json --data {folder}/runs/work/tokens/eval-*.npy "
                                             f"--max-sequences 1024 --set precision.eval={numerics}"), call)
+
+        # One that went on is evaluated again.
+        (folder / "runs" / "work" / "fp8.2" / "step_00000009").mkdir()
+        self.assertEqual(evaluate().stdout, "done\n")
+        self.assertEqual(len((folder / "calls").read_text().splitlines()), len(expected) + 2)
+        self.assertIn("step_00000009", (folder / "runs" / "fp8.2" / "held_out.json").read_text())
+
+    def losses_of(self, run):
+        return {name: result["loss"] for name, result in json.loads((run / "held_out.json").read_text()).items()}
 
     def test_runs_that_divide_weights_are_evaluated_in_bf16(self):
         """ZeRO stage 3, or weights in host memory, leave FP8 codes alone where the run computes."""
