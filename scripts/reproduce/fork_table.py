@@ -26,6 +26,24 @@ def add_held_out(rows, out):
         row["held_out"] = {name: of_run[name] - of_base[name] for name in numerics}
 
 
+def is_difference(row):
+    """Whether it is a line of compare.py --json."""
+    return (isinstance(row, dict) and all(isinstance(row.get(key), str) for key in ("run", "against"))
+            and type(row.get("nats")) in (int, float))
+
+
+def read_differences(path):
+    try:
+        rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    except OSError as error:
+        fail(f"{path}: {error.strerror}; give the lines of compare.py --json")
+    except ValueError:
+        rows = []
+    if not rows or not all(map(is_difference, rows)):
+        fail(f"{path}: not the lines of compare.py --json")
+    return rows
+
+
 def told(values, unit=""):
     return f"{sum(values) / len(values):+.5f}{unit} ({min(values):+.5f} to {max(values):+.5f})"
 
@@ -36,12 +54,7 @@ def main():
     parser.add_argument("out", type=Path)
     parser.add_argument("--held-out", action="store_true", help="add differences of the runs' held_out.json")
     options = parser.parse_args()
-    try:
-        rows = [json.loads(line) for line in options.differences.read_text(encoding="utf-8").splitlines()]
-    except ValueError:
-        rows = []
-    if not rows:
-        fail(f"{options.differences}: not the lines of compare.py --json")
+    rows = read_differences(options.differences)
     if options.held_out:
         add_held_out(rows, options.out)
     (options.out / "fork_gap.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")

@@ -227,9 +227,11 @@ class Reproduce(unittest.TestCase):
         file.write_text(json.dumps({"same": json.loads(whole)["same"]}))  # of numerics that one run lacks nothing is said
         self.assertTrue(subprocess.run([*command, "--held-out"], capture_output=True, text=True).stdout.endswith(
             "; held out: same +0.02000 (+0.01000 to +0.03000)\n"))
-        for text in ("", "no JSON"):
-            (out / "other").write_text(text)
-            result = subprocess.run([*command[:2], out / "other", out], capture_output=True, text=True)
+        for text in ("", "no JSON", "5\n", "{}\n", json.dumps({**rows[0], "nats": None}) + "\n", None):
+            other = out / ("none" if text is None else "other")
+            if text is not None:
+                other.write_text(text)
+            result = subprocess.run([*command[:2], other, out], capture_output=True, text=True)
             self.assertEqual((result.returncode, result.stdout, result.stderr.count("\n")), (2, "", 1), result.stderr)
         file.write_text(whole.replace("100", "90"))
         result = subprocess.run([*command, "--held-out"], capture_output=True, text=True)
