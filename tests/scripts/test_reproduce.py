@@ -184,9 +184,10 @@ class Reproduce(unittest.TestCase):
         environment = dict(PYTHON=sys.executable, TOKENS="10240", AT="8", BATCH="4", LENGTH="128", SEEDS="1 2", MODEL=SMALL, HELD_OUT="0.2")
         out = Path(self.out, "gap")
         command = ["fork_gap.sh", out, text, "parka", "same=parka", "exact=parka,optimizer.states=fp32"]
-        result = run(*command, **environment | dict(HELD_OUT="1.5"))
-        self.assertEqual(result.returncode, 2)
-        self.assertIn("fork_gap.sh: HELD_OUT=1.5 is no share of the documents", result.stderr)
+        for share, others in (("1.5", {}), ("0.0", {}), ("0.0", dict(VOCABULARY="320")), ("1.5", dict(VOCABULARY="320"))):
+            result = run(*command, **environment | dict(HELD_OUT=share) | others)
+            self.assertEqual(result.returncode, 2)
+            self.assertEqual(result.stderr, f"fork_gap.sh: HELD_OUT={share} is no share of the documents; give one as 0.02\n")
         result = run(*command, **environment)
         self.assertEqual(result.returncode, 0, result.stderr)
         data = json.loads(Path(out, "work", "tokens", "data.json").read_text())
@@ -233,6 +234,7 @@ class Reproduce(unittest.TestCase):
                 other.write_text(text)
             result = subprocess.run([*command[:2], other, out], capture_output=True, text=True)
             self.assertEqual((result.returncode, result.stdout, result.stderr.count("\n")), (2, "", 1), result.stderr)
+            self.assertRegex(result.stderr, "^fork_table.py: error: .*the lines of compare.py --json\n$")
         file.write_text(whole.replace("100", "90"))
         result = subprocess.run([*command, "--held-out"], capture_output=True, text=True)
         self.assertEqual((result.returncode, result.stdout), (2, ""))
@@ -296,6 +298,14 @@ echo "{{\\"checkpoint\\":\\"$checkpoint\\",\\"loss\\":$loss}}"
                      BATCH="4", LENGTH="128", SEEDS="1", MODEL=SMALL, HELD_OUT="0.2")
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertRegex(result.stdout, held_out_line("divided", r"\+0\.00000") + held_out_line("host", r"\+0\.00000"))
+
+    def test_runs_of_fp32_are_evaluated_in_their_own_numerics_alone(self):
+        text = self.write_pages()
+        result = run("fork_gap.sh", f"{self.out}/gap", text, "fp32", "same=fp32", PYTHON=sys.executable, TOKENS="10240", AT="8", BATCH="4",
+                     LENGTH="128", SEEDS="1", MODEL=SMALL, HELD_OUT="0.2")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertTrue(result.stdout.endswith("; held out: same +0.00000 (+0.00000 to +0.00000)\n"), result.stdout)
+        self.assertEqual(set(self.load("gap/fp32.1/held_out.json")), {"same"})
 
     def test_forks_behind_the_end_are_refused(self):
         result = run("fork_gap.sh", self.out, self.out, "bf16", "parka", TOKENS="10240", AT="800")
