@@ -34,7 +34,7 @@ has no interval.
 Prints a table, or with --json lines of figures, each with its value, least and most over the seeds (spread), interval and
 values by seed: loss_gap.MODEL.RECIPE.nats_per_token, and equal_loss.MODEL.* with RECIPE.token_ratio, RECIPE.raw_speedup,
 RECIPE.speedup and BASE.slope; with --held-out loss_gap.MODEL.RECIPE.held_out.same, equal_loss.MODEL.RECIPE.token_ratio.held_out.same,
-both with bf16 for same, and equal_loss.MODEL.BASE.slope.held_out. The picture shows losses and gaps over tokens: means over the seeds, with bands from the
+both with bf16 for same, and with --shorter, too, equal_loss.MODEL.BASE.slope.held_out. The picture shows losses and gaps over tokens: means over the seeds, with bands from the
 least to the most.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
@@ -123,7 +123,7 @@ def last_gaps(base, run, share, until):
             fail(f"--until: {run.name} ends at {tokens[-1]:,.0f} tokens; give fewer, or leave it out")
         gaps = gaps[tokens <= until]
         if len(gaps) < 2:
-            fail(f"--until: {run.name} has too few losses up to {until:,.0f} tokens ({len(gaps)}); give more tokens")
+            fail(f"--until: {run.name} has too few losses up to {until:,.0f} tokens, {len(gaps)} of at least 2; give more tokens")
     return gaps[-max(2, round(share * len(gaps))):]
 
 
@@ -214,8 +214,8 @@ def print_table(base_name, slope, source, figures):
     print_rows(rows)
 
 
-def print_held_out(base_name, slope, figures):
-    print(f"\nheld-out loss less that of {base_name}, both in the numerics of training (same), or with linear layers in bf16; slope {slope:.4f}")
+def print_held_out(base_name, slope, slope_source, figures):
+    print(f"\nheld-out loss less that of {base_name}, both in the numerics of training (same), or with linear layers in bf16; slope {slope:.4f} of {slope_source}")
     rows = [["recipe", "evaluation", "gap", "least to most", "95 % interval", "t", "least to most"]]
     for (recipe, name), of_recipe in figures.items():
         gap, ratio = of_recipe["nats"], of_recipe["t"]
@@ -339,7 +339,7 @@ def main():
             print(f"training losses up to {options.until:,.0f} tokens; the slope is that of whole runs")
         print_table(base_name, slopes["slope"], source, figures)
         if held_out:
-            print_held_out(base_name, held_out_slope, held_out)
+            print_held_out(base_name, held_out_slope, "held-out losses" if "slope.held_out" in slopes else "training losses", held_out)
     if options.out:
         smooth = max(25, min(len(run.loss) for run in base.values()) // 20)
         save_picture(lambda plt: draw(plt, base_name, runs, figures, smooth), options.out)

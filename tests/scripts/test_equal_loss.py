@@ -255,6 +255,7 @@ class EqualLoss(Folder):
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         self.assertTrue(result.stdout.startswith(without.stdout))
         # 2^0.05, 2^0.025, 2^0.075 and 2^0.01.
+        self.assertIn(f"; slope {0.4 / np.log(2):.4f} of held-out losses\n", result.stdout)
         self.assertEqual([line.split() for line in result.stdout.splitlines()[-2:]],
                          ["fp8 same +0.0200 +0.0100 to +0.0300 -0.1071 to +0.1471 1.0353 1.0175 to 1.0534".split(),
                           "fp8 bf16 +0.0000 -0.0040 to +0.0040 -0.0508 to +0.0508 1.0000 0.9931 to 1.0070".split()])
@@ -316,7 +317,7 @@ class EqualLoss(Folder):
         half = json.loads((runs[0] / "metrics.jsonl").read_text().splitlines()[19])["tokens"]
         for options, gap in (((), 0.03), (("--until", half), 0.01)):
             self.assertAlmostEqual(self.figures(*runs, *map(str, options))["loss_gap.m.fp8.nats_per_token"]["value"], gap)
-        self.assert_refused(r"--until: fp8.1 has too few losses up to 1 tokens \(0\); give more tokens", *runs, "--until", "1")
+        self.assert_refused(r"--until: fp8.1 has too few losses up to 64 tokens, 1 of at least 2; give more tokens", *runs, "--until", "64")
         self.assert_refused("--until: must be above 0", *runs, "--until", "0")
         self.assert_refused("--until: fp8.1 ends at 2,560 tokens; give fewer, or leave it out", *runs, "--until", "2561")
         self.assertTrue(self.script(*runs, "--until", half).stdout.startswith("training losses up to 1,280 tokens; the slope is"))
