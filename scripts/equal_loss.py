@@ -27,7 +27,7 @@ one kind of device, or what --speedup says, `parka bench` for example.
 With --held-out losses on held-out data are compared, too. They are from held_out.json in each run's folder, which evaluate_runs of
 scripts/reproduce/paired_runs.sh makes: {"same": what `parka eval --json` prints, "bf16": the same with --set precision.eval=bf16}.
 `same` is the loss in the numerics of training; `bf16` that of the same weights with linear layers in bf16, without what FP8 rounds in
-the evaluation itself. A run without the file has the last evaluation of its metrics, `same` alone. The gap is to the base run of the
+the evaluation itself. A run without the file has the last evaluation of its metrics, `same` alone. Where some runs of a recipe or of the base lack `bf16` the recipe is not compared in it; a warning says so. The gap is to the base run of the
 same seed in the same evaluation, and the slope that of `same` between complete runs, too; without --shorter it is that above. One seed
 has no interval.
 
@@ -69,8 +69,8 @@ class SeedRun(Run):
         self.speed = median(speeds) if any(speeds) else None
         self.held_out = HeldOut(run) if evaluated else None
         if evaluated and self.held_out.step != self.end[0]:
-            fail(f"{self.held_out.path}: was evaluated at step {self.held_out.step:,}, and the run ends at {self.end[0]:,}; evaluate it there, and delete "
-                 "a held_out.json of another step")
+            fail(f"{self.held_out.path}: is of step {self.held_out.step:,}, and the run ends at {self.end[0]:,}; "
+                 f"{'delete it and evaluate the run again' if self.held_out.has_file else 'evaluate the run there, into held_out.json'}")
 
 
 def read_runs(arguments, evaluated):
@@ -172,17 +172,25 @@ def gap_figures(gap_name, ratio_name, gaps, slope):
     }
 
 
+def lacks_some(evaluated, name):
+    """Whether runs of a recipe, HeldOut, lack an evaluation other than by intent: all have a held_out.json without it, as those of fp32."""
+    lacking = [each for each in evaluated if name not in each.losses]
+    return bool(lacking) and not (len(lacking) == len(evaluated) and all(each.has_file for each in lacking))
+
+
 def held_out_figures(model, base, runs, slope):
     """{(recipe, evaluation): gap_figures}, of evaluations that all runs of a recipe and those of the base have."""
     result = {}
     for recipe, of_recipe in runs.items():
         for name in EVALUATIONS:
-            pairs = {seed: (run.held_out.losses, base[seed].held_out.losses) for seed, run in of_recipe.items()}
-            there = [name in of_run and name in of_base for of_run, of_base in pairs.values()]
-            if any(name in of_run for of_run, _ in pairs.values()) and not all(there):
-                warn(f"{recipe}: not all of its runs and those of the base are evaluated in {name}, and so none are compared; they want held_out.json")
+            pairs = {seed: (run.held_out, base[seed].held_out) for seed, run in of_recipe.items()}
+            groups = list(zip(*pairs.values()))
+            there = [name in each.losses for group in groups for each in group]
+            if any(there) and any(lacks_some(group, name) for group in groups):
+                warn(f"{recipe}: not all of its runs and those of the base are evaluated in {name}, and so none are compared in it; each wants a "
+                     f"held_out.json with \"{name}\"")
             if all(there):
-                gaps = {seed: [of_run[name] - of_base[name]] for seed, (of_run, of_base) in pairs.items()}
+                gaps = {seed: [of_run.losses[name] - of_base.losses[name]] for seed, (of_run, of_base) in pairs.items()}
                 result[recipe, name] = gap_figures(f"loss_gap.{model}.{recipe}.held_out.{name}",
                                                    f"equal_loss.{model}.{recipe}.token_ratio.held_out.{name}", gaps, slope)
     return result

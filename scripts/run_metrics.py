@@ -97,19 +97,20 @@ def is_evaluation(result):
 class HeldOut:
     """A run's losses on held-out data, by the numerics they were found in, and of how many targets, at which step, they are:
     of held_out.json in its folder, or without one of the last evaluation in its metrics, which is in the numerics of training.
-    `path` is the file they are from."""
+    `path` is the file they are from, and `has_file` says whether it is a held_out.json."""
 
     def __init__(self, run):
         metrics = metrics_path(run)
         self.path = os.path.join(os.path.dirname(metrics), "held_out.json")
-        if os.path.exists(self.path):
+        self.has_file = os.path.exists(self.path)
+        if self.has_file:
             results = self.read_file()
         else:
             self.path = metrics
             results = {"same": next((record for record in reversed(read_records(metrics)) if record.get("kind") == "eval"), None)}
             if not is_evaluation(results["same"]):
-                fail(f"{metrics}: its last evaluation has no loss on held-out data; put what `parka eval RUN --json` prints into "
-                     "held_out.json beside it, as {\"same\": ...}")
+                fail(f"{metrics}: its last evaluation has no loss on held-out data; evaluate the run: what `parka eval RUN --json` prints goes "
+                     "into held_out.json beside it as \"same\", and with --set precision.eval=bf16 as \"bf16\"")
         self.losses = {name: result["loss"] for name, result in results.items()}
         self.step, self.targets = results["same"]["step"], results["same"]["num_targets"]
 

@@ -282,7 +282,7 @@ class EqualLoss(Folder):
         for run, message in ((other, f"other.1/held_out.json: is of 5,000 targets at step 40 and of 4,000 at step 40; {again}"),
                              (step, f"step.1/held_out.json: is of 5,000 targets at step 40 and of 5,000 at step 39; {again}"),
                              (fewer, "fewer.1/held_out.json: is of 4,000 targets, .*/bf16.1/held_out.json of 5,000; evaluate the runs on the same data"),
-                             (early, "early.1/held_out.json: was evaluated at step 30, and the run ends at 40; evaluate it there, and delete a held_out.json")):
+                             (early, f"early.1/held_out.json: is of step 30, and the run ends at 40; {again}")):
             with self.subTest(message):
                 self.assert_refused(message, base, run, "--held-out")
         run = self.make_evaluated("fp8.1", 3.0, 2.5)
@@ -294,16 +294,69 @@ class EqualLoss(Folder):
                 file.write_text(text)
                 self.assert_refused(f"fp8.1/held_out.json: not losses on held-out data; {again}", base, run, "--held-out")
         file.unlink()
-        self.assert_refused("fp8.1/metrics.jsonl: its last evaluation has no loss on held-out data; put what `parka eval RUN --json` prints "
-                            "into held_out.json beside it", base, run, "--held-out")
+        self.assert_refused("fp8.1/metrics.jsonl: its last evaluation has no loss on held-out data; evaluate the run: what `parka eval RUN --json` "
+                            "prints goes into held_out.json beside it as \"same\", and with --set precision.eval=bf16 as \"bf16\"",
+                            base, run, "--held-out")
+        self.evaluate_in_metrics(run, (30, 3.0))
+        self.assert_refused("fp8.1/metrics.jsonl: is of step 30, and the run ends at 40; evaluate the run there, into held_out.json", base, run, "--held-out")
+
+    def evaluate_in_metrics(self, run, *losses):
+        """Instead of in a file: (step, loss)."""
+        (run / "held_out.json").unlink(missing_ok=True)
+        with open(run / "metrics.jsonl", "a", encoding="utf-8") as file:
+            for step, loss in losses:
+                file.write(json.dumps({"kind": "eval", "step": step, "loss": loss, "num_targets": 5000}) + "\n")
+
+    def leave_out_bf16(self, run):
+        path = run / "held_out.json"
+        path.write_text(json.dumps({"same": json.loads(path.read_text())["same"]}))
+
+    def test_runs_that_lack_an_evaluation(self):
+        """A recipe or a base that has none in bf16 by its files is of fp32."""
+        runs = [self.make_evaluated(f"{recipe}.{seed}", 3.0 - 0.01 * seed, 2.5) for recipe in ("bf16", "fp8", "fp32") for seed in (1, 2)]
+        shorter = ["--shorter", self.make_evaluated("half.1", 3.4, 9.0, loss=2.3, steps=20)]
+        for run in runs[4:]:
+            self.leave_out_bf16(run)
+
+        def compared_in_bf16(*named):
+            result = self.script(*named, *shorter, "--held-out", "--json", "--model", "m")
+            self.assertEqual(result.returncode, 0, result.stderr)
+            names = [json.loads(line)["name"] for line in result.stdout.splitlines()]
+            self.assertTrue(all(f"loss_gap.m.{run.name[:-2]}.held_out.same" in names for run in named[2:]))
+            return [name.split(".")[2] for name in names if name.startswith("loss_gap") and name.endswith("held_out.bf16")], result.stderr
+
+        self.assertEqual(compared_in_bf16(*runs), (["fp8"], ""))
+        self.assertEqual(compared_in_bf16(*runs[4:], *runs[:2]), ([], ""))
+        warning = ("equal_loss.py: warning: fp8: not all of its runs and those of the base are evaluated in bf16, and so none are compared in it; "
+                   'each wants a held_out.json with "bf16"\n')
+        for lacking in (runs[3], runs[1]):  # of the recipe, of its base
+            whole = (lacking / "held_out.json").read_text()
+            self.leave_out_bf16(lacking)
+            self.assertEqual(compared_in_bf16(*runs[:4]), ([], warning))
+            (lacking / "held_out.json").write_text(whole)
+        self.evaluate_in_metrics(runs[2], (40, 3.05))  # the only run of the recipe
+        self.assertEqual(compared_in_bf16(*runs[:3]), ([], warning))
+
+    def test_without_a_shorter_run_the_slope_of_held_out_losses_is_not_measured(self):
+        runs = [self.make_run(name, logarithm) for name in ("bf16.1", "fp8.1")]
+        for run in runs:
+            self.evaluate_in_metrics(run, (STEPS, 3.0))
+        found = self.figures(*runs, "--held-out")
+        self.assertIn("loss_gap.m.fp8.held_out.same", found)
+        self.assertNotIn("equal_loss.m.bf16.slope.held_out", found)
+        self.assertRegex(self.script(*runs, "--held-out").stdout, r"; slope 0\.\d{4} of training losses\n")
+
+    def test_a_loss_that_falls_by_rounding_alone_is_refused(self):
+        flat = [self.make_run(name, lambda n, _share: 2.0 - 1e-12 * np.log(n), noise=0.0) for name in ("flat.1", "fp8.1")]
+        self.assert_refused("the loss of flat does not fall with more tokens \\(its own curves\\); train longer runs", *flat)
+        runs = [self.make_evaluated(f"{recipe}.1", 3.0, 2.5) for recipe in ("bf16", "other")]
+        half = self.make_evaluated("half.1", 3.0 + 1e-12, 2.5, loss=2.3, steps=20)
+        self.assert_refused("the loss of bf16 does not fall with more tokens \\(complete runs\\)", *runs, "--shorter", half, "--held-out")
 
     def test_held_out_losses_of_metrics_are_in_the_numerics_of_training(self):
         runs = self.make_pairs()
         alone = runs[2]
-        (alone / "held_out.json").unlink()
-        with open(alone / "metrics.jsonl", "a", encoding="utf-8") as file:
-            for step, loss in ((0, 9.0), (40, 3.05)):
-                file.write(json.dumps({"kind": "eval", "step": step, "loss": loss, "num_targets": 5000}) + "\n")
+        self.evaluate_in_metrics(alone, (0, 9.0), (40, 3.05))
         result = self.script(*runs, "--held-out", "--json", "--model", "m")
         self.assertRegex(result.stderr, r"^equal_loss\.py: warning: fp8: not all of its runs [^\n]+\n$")
         found = {line["name"]: line for line in map(json.loads, result.stdout.splitlines())}
