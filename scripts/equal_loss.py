@@ -27,15 +27,15 @@ one kind of device, or what --speedup says, `parka bench` for example.
 With --held-out losses on held-out data are compared, too. They are from held_out.json in each run's folder, which evaluate_runs of
 scripts/reproduce/paired_runs.sh makes: {"same": what `parka eval --json` prints, "bf16": the same with --set precision.eval=bf16}.
 `same` is the loss in the numerics of training; `bf16` that of the same weights with linear layers in bf16, without what FP8 rounds in
-the evaluation itself. A run without the file has the last evaluation of its metrics, `same` alone. Where some runs of a recipe or of the base lack `bf16` the recipe is not compared in it; a warning says so. The gap is to the base run of the
-same seed in the same evaluation, and the slope that of `same` between complete runs, too; without --shorter it is that above. One seed
-has no interval.
+the evaluation itself. A run without the file has the last evaluation of its metrics, `same` alone. A recipe is not compared in `bf16`
+where some of its runs or of the base's lack it; a warning says so. The gap is to the base run of the same seed in the same evaluation,
+and the slope that of `same` between complete runs, too; without --shorter it is that above. One seed has no interval.
 
 Prints a table, or with --json lines of figures, each with its value, least and most over the seeds (spread), interval and
 values by seed: loss_gap.MODEL.RECIPE.nats_per_token, and equal_loss.MODEL.* with RECIPE.token_ratio, RECIPE.raw_speedup,
 RECIPE.speedup and BASE.slope; with --held-out loss_gap.MODEL.RECIPE.held_out.same, equal_loss.MODEL.RECIPE.token_ratio.held_out.same,
-both with bf16 for same, and with --shorter, too, equal_loss.MODEL.BASE.slope.held_out. The picture shows losses and gaps over tokens: means over the seeds, with bands from the
-least to the most.
+both with bf16 for same, and with --shorter, too, equal_loss.MODEL.BASE.slope.held_out. The picture shows losses and gaps over
+tokens: means over the seeds, with bands from the least to the most.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
 """
@@ -69,8 +69,8 @@ class SeedRun(Run):
         self.speed = median(speeds) if any(speeds) else None
         self.held_out = HeldOut(run) if evaluated else None
         if evaluated and self.held_out.step != self.end[0]:
-            fail(f"{self.held_out.path}: is of step {self.held_out.step:,}, and the run ends at {self.end[0]:,}; "
-                 f"{'delete it and evaluate the run again' if self.held_out.has_file else 'evaluate the run there, into held_out.json'}")
+            fail(f"{self.held_out.path}: is of step {self.held_out.step:,}, and the run ends at {self.end[0]:,}; evaluate the run there, into a new "
+                 "held_out.json")
 
 
 def read_runs(arguments, evaluated):
@@ -172,23 +172,15 @@ def gap_figures(gap_name, ratio_name, gaps, slope):
     }
 
 
-def lacks_some(evaluated, name):
-    """Whether runs of a recipe, HeldOut, lack an evaluation other than by intent: all have a held_out.json without it, as those of fp32."""
-    lacking = [each for each in evaluated if name not in each.losses]
-    return bool(lacking) and not (len(lacking) == len(evaluated) and all(each.has_file for each in lacking))
-
-
 def held_out_figures(model, base, runs, slope):
     """{(recipe, evaluation): gap_figures}, of evaluations that all runs of a recipe and those of the base have."""
     result = {}
     for recipe, of_recipe in runs.items():
         for name in EVALUATIONS:
             pairs = {seed: (run.held_out, base[seed].held_out) for seed, run in of_recipe.items()}
-            groups = list(zip(*pairs.values()))
-            there = [name in each.losses for group in groups for each in group]
-            if any(there) and any(lacks_some(group, name) for group in groups):
-                warn(f"{recipe}: not all of its runs and those of the base are evaluated in {name}, and so none are compared in it; each wants a "
-                     f"held_out.json with \"{name}\"")
+            there = [name in each.losses for pair in pairs.values() for each in pair]
+            if any(there) and not all(there):
+                warn(f"{recipe}: not all of its runs and those of the base are evaluated in {name}, and so none are compared in it")
             if all(there):
                 gaps = {seed: [of_run.losses[name] - of_base.losses[name]] for seed, (of_run, of_base) in pairs.items()}
                 result[recipe, name] = gap_figures(f"loss_gap.{model}.{recipe}.held_out.{name}",

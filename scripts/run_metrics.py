@@ -97,13 +97,12 @@ def is_evaluation(result):
 class HeldOut:
     """A run's losses on held-out data, by the numerics they were found in, and of how many targets, at which step, they are:
     of held_out.json in its folder, or without one of the last evaluation in its metrics, which is in the numerics of training.
-    `path` is the file they are from, and `has_file` says whether it is a held_out.json."""
+    `path` is the file they are from."""
 
     def __init__(self, run):
         metrics = metrics_path(run)
         self.path = os.path.join(os.path.dirname(metrics), "held_out.json")
-        self.has_file = os.path.exists(self.path)
-        if self.has_file:
+        if os.path.exists(self.path):
             results = self.read_file()
         else:
             self.path = metrics
@@ -123,14 +122,13 @@ class HeldOut:
             fail(f"{self.path}: {error.strerror}")
         except ValueError:
             results = None
-        if not isinstance(results, dict) or "same" not in results or not all(is_evaluation(results.get(name, results["same"])) for name in EVALUATIONS):
+        known = {name: results[name] for name in EVALUATIONS if name in results} if isinstance(results, dict) else {}
+        if "same" not in known or not all(map(is_evaluation, known.values())):
             fail(f"{self.path}: not losses on held-out data; delete it and evaluate the run again")
-        results = {name: results[name] for name in EVALUATIONS if name in results}
-        one, other = ((results.get(name, results["same"])["step"], results.get(name, results["same"])["num_targets"]) for name in EVALUATIONS)
-        if one != other:
-            fail(f"{self.path}: is of {one[1]:,} targets at step {one[0]:,} and of {other[1]:,} at step {other[0]:,}; delete it and evaluate "
-                 "the run again")
-        return results
+        extents = dict.fromkeys(f"{result['num_targets']:,} targets at step {result['step']:,}" for result in known.values())
+        if len(extents) > 1:
+            fail(f"{self.path}: is of {' and of '.join(extents)}; delete it and evaluate the run again")
+        return known
 
 
 def check_targets(evaluated):

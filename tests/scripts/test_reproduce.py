@@ -243,9 +243,10 @@ class Reproduce(unittest.TestCase):
     def test_an_evaluation_that_fails_leaves_no_file(self):
         """With a program that writes down how it is called, and fails in bf16 as long as there is a file."""
         folder = Path(self.out).resolve()
+        work = folder / "runs" / "work"
         for name, compute in (("fp8.1", "bf16"), ("fp8.2", "bf16"), ("fp8.3", "fp32")):
             (folder / "runs" / name).mkdir(parents=True)
-            (folder / "runs" / "work" / name / "step_00000007").mkdir(parents=True)
+            (work / name / "step_00000007").mkdir(parents=True)
             (folder / "runs" / name / "config.json").write_text(json.dumps({"precision": {"compute": compute}}, indent=2))
         program = folder / "program"
         program.write_text(f"""#!/bin/sh
@@ -278,11 +279,11 @@ echo "{{\\"checkpoint\\":\\"$checkpoint\\",\\"loss\\":$loss}}"
         expected = [*((f"fp8.{seed}", numerics) for seed in (1, 2) for numerics in ("same", "bf16")), ("fp8.3", "same")]
         self.assertEqual(len(calls), len(expected))
         for call, (name, numerics) in zip(calls, expected):
-            self.assertTrue(call.startswith(f"3 eval {folder}/runs/work/{name} --json --data {folder}/runs/work/tokens/eval-*.npy "
+            self.assertTrue(call.startswith(f"3 eval {work / name} --json --data {work}/tokens/eval-*.npy "
                                             f"--max-sequences 1024 --set precision.eval={numerics}"), call)
 
         # One that went on is evaluated again.
-        (folder / "runs" / "work" / "fp8.2" / "step_00000009").mkdir()
+        (work / "fp8.2" / "step_00000009").mkdir()
         self.assertEqual(evaluate().stdout, "done\n")
         self.assertEqual(len((folder / "calls").read_text().splitlines()), len(expected) + 2)
         self.assertIn("step_00000009", (folder / "runs" / "fp8.2" / "held_out.json").read_text())

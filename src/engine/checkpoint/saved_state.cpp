@@ -116,8 +116,8 @@ Config config_of(const LoadedCheckpoint& checkpoint) {
 }
 
 Config inference_config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides) {
-  const Config saved = config_of(checkpoint);
   json undivided = saved_config(checkpoint);
+  const Config saved = override_config(undivided, {}, checkpoint.path());
   undivided.erase("distributed");
   if (undivided.contains("precision")) undivided["precision"].erase("offload_weights");
   Config config = override_config(undivided, overrides, checkpoint.path());

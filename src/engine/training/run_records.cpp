@@ -84,16 +84,12 @@ void RunRecords::add_time(nlohmann::ordered_json& record, Clock::time_point when
 void RunRecords::write(nlohmann::ordered_json record, Clock::time_point when) {
   if (!log_ || (deferred_ && unwritten_.empty())) return;
   add_time(record, when);
-  if (deferred_) {
-    unwritten_.push_back(std::move(record));
-    return;
-  }
   try {
-    log_->write(record);
+    if (unwritten_.empty()) return log_->write(record);
   } catch (const Error&) {
-    unwritten_.push_back(std::move(record));
     deferred_.keep(std::current_exception());
   }
+  unwritten_.push_back(std::move(record));
 }
 
 void RunRecords::write_again() {
