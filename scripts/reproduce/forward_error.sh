@@ -10,18 +10,6 @@ set -euo pipefail
 . "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.."
 [ $# -ge 1 ] && [ $# -le 2 ] && ! has_option "$@" || { echo "usage: scripts/reproduce/forward_error.sh OUT [TEXT_FOLDER]" >&2; exit 2; }
-. scripts/reproduce/from_caller.sh
-out=$(from_caller "$1") text=$(from_caller "${2:-/usr/include}")
-build=${BUILD:-build/release}
-python=${PYTHON:-python3}
-mkdir -p "$out"
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-"$python" scripts/prepare_data.py "$text" --include '*.h' --tokenizer bytes --eval-fraction 0.05 --max-tokens 12000000 \
-  --out "$work/data"
-"$build/parka" train configs/quickstart.json --set model.num_layers=16 --set precision.recipe=bf16 --set optimizer.states=fp32 \
-  --set device.kind=cpu --set "data.train=[\"$work/data/train-00000.npy\"]" --set "data.eval=[]" --set training.eval_interval=0 \
-  --set training.steps="${STEPS:-200}" --set optimizer.schedule.total_steps=400 --set checkpoint.folder="$work/run" \
-  --set checkpoint.interval=0
-cp "$work/run/metrics.jsonl" "$out/"
+. scripts/reproduce/quickstart_run.sh
+train_quickstart "${STEPS:-200}" 400 model.num_layers=16
 "$build/bench/forward_error" "$work/run" | tee "$out/forward_error.md"

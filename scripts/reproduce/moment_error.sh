@@ -10,20 +10,8 @@ set -euo pipefail
 . "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.."
 [ $# -ge 1 ] && [ $# -le 2 ] && ! has_option "$@" || { echo "usage: scripts/reproduce/moment_error.sh OUT [TEXT_FOLDER]" >&2; exit 2; }
-. scripts/reproduce/from_caller.sh
-out=$(from_caller "$1") text=$(from_caller "${2:-/usr/include}")
-build=${BUILD:-build/release}
-python=${PYTHON:-python3}
-mkdir -p "$out"
-work=$(mktemp -d)
-trap 'rm -rf "$work"' EXIT
-"$python" scripts/prepare_data.py "$text" --include '*.h' --tokenizer bytes --eval-fraction 0.05 --max-tokens 12000000 \
-  --out "$work/data"
-"$build/parka" train configs/quickstart.json --set precision.recipe=bf16 --set optimizer.states=fp32 --set device.kind=cpu \
-  --set "data.train=[\"$work/data/train-00000.npy\"]" --set "data.eval=[]" --set training.eval_interval=0 \
-  --set training.steps="${STEPS:-400}" --set optimizer.schedule.total_steps=800 --set checkpoint.folder="$work/run" \
-  --set checkpoint.interval=0
-cp "$work/run/metrics.jsonl" "$out/"
+. scripts/reproduce/quickstart_run.sh
+train_quickstart "${STEPS:-400}" 800
 "$build/bench/moment_error" "$work/run" | tee "$out/moment_error.md"
 echo
 "$build/bench/activation_error" "$work/run" | tee "$out/activation_error.md"
