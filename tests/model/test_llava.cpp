@@ -11,6 +11,7 @@
 #include "engine/files/safetensors.h"
 #include "model/vision/image_embedding.h"
 #include "tests/model/small_model.h"
+#include "tests/model/vision_fixture.h"
 #include "tests/support/catch.h"
 
 using namespace parka;
@@ -45,19 +46,7 @@ ModelConfig config_of(const std::map<std::string, std::string>& meta) {
   c.d_ffn = number("model_d_ffn");
   c.norm = NormKind::kRmsNorm;
   c.tie_embeddings = false;
-  TowerConfig& t = c.vision.tower;
-  const bool is_clip = meta.at("tower") == "clip";
-  t.kind = is_clip ? TowerKind::kClip : TowerKind::kSiglip;
-  t.activation = is_clip ? Activation::kQuickGelu : Activation::kGeluTanh;
-  t.width = number("width");
-  t.num_layers = number("num_layers");
-  t.num_heads = number("num_heads");
-  t.d_ffn = number("d_ffn");
-  t.image_size = number("image_size");
-  t.patch_size = number("patch_size");
-  t.norm_eps = std::stod(meta.at("norm_eps"));
-  t.feature_layer = number("feature_layer");
-  if (!is_clip) t.pixel_mean = t.pixel_deviation = {0.5, 0.5, 0.5};
+  c.vision.tower = fixture_tower(meta);
   c.vision.image_token = number("image_token");
   return c;
 }

@@ -14,6 +14,7 @@
 #include "model/vision/vision_tower.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/model/small_model.h"
+#include "tests/model/vision_fixture.h"
 #include "tests/support/catch.h"
 
 using namespace parka;
@@ -186,19 +187,8 @@ VisionFixture load_vision_fixture(const std::string& name) {
   const auto& meta = header.metadata;
   const auto number = [&](const char* key) { return std::stoll(meta.at(key)); };
   VisionFixture fixture;
-  TowerConfig& t = fixture.tower;
-  const bool is_clip = meta.at("tower") == "clip";
-  t.kind = is_clip ? TowerKind::kClip : TowerKind::kSiglip;
-  t.activation = is_clip ? Activation::kQuickGelu : Activation::kGeluTanh;
-  t.width = number("width");
-  t.num_layers = number("num_layers");
-  t.num_heads = number("num_heads");
-  t.d_ffn = number("d_ffn");
-  t.image_size = number("image_size");
-  t.patch_size = number("patch_size");
-  t.norm_eps = std::stod(meta.at("norm_eps"));
-  t.feature_layer = number("feature_layer");
-  t.keeps_class_token = meta.at("keeps_class_token") == "true";
+  fixture.tower = fixture_tower(meta);
+  fixture.tower.keeps_class_token = meta.at("keeps_class_token") == "true";
   const std::string& projector = meta.at("projector");
   fixture.projector.kind = projector == "linear"       ? ProjectorKind::kLinear
                            : projector == "mlp2x_gelu" ? ProjectorKind::kMlp2xGelu
