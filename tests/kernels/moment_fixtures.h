@@ -109,10 +109,6 @@ inline std::vector<float> with_random_signs(std::vector<float> values, uint64_t 
   return values;
 }
 
-inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
-}
-
 // Root mean square of (stored - x) / x over the elements that are not 0.
 inline double rms_relative_error(const std::vector<float>& stored, const std::vector<float>& x) {
   double squares = 0;

@@ -96,6 +96,16 @@ inline double relative_error(const std::vector<float>& a, const std::vector<floa
   return std::sqrt(difference) / std::sqrt(norm);
 }
 
+// Of a along b: <a, b> / <b, b>.
+inline double projection(const std::vector<float>& a, const std::vector<float>& b) {
+  double dot = 0, norm = 0;
+  for (size_t i = 0; i < a.size(); ++i) {
+    dot += double{a[i]} * b[i];
+    norm += double{b[i]} * b[i];
+  }
+  return dot / norm;
+}
+
 inline double mean_loss(const std::vector<float>& losses, const std::vector<int32_t>& targets) {
   double sum = 0;
   int64_t count = 0;

@@ -1,6 +1,5 @@
 // precision.head = fp8: closeness to fp32, and the same bits however copies of the weight are kept.
 #include <cmath>
-#include <cstring>
 
 #include "engine/evaluation/evaluation.h"
 #include "tests/model/trained_model.h"
@@ -55,19 +54,6 @@ Result run(const ModelConfig& config, const PrecisionConfig& precision, int64_t 
   result.gradients = m.all_gradients();
   result.of_head = m.gradient(static_cast<size_t>(m.model.parameters().head));
   return result;
-}
-
-double projection(const std::vector<float>& a, const std::vector<float>& b) {
-  double dot = 0, norm = 0;
-  for (size_t i = 0; i < a.size(); ++i) {
-    dot += double{a[i]} * b[i];
-    norm += double{b[i]} * b[i];
-  }
-  return dot / norm;
-}
-
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
 }
 
 }  // namespace

@@ -1,6 +1,5 @@
 // precision.tower = fp8: closeness to fp32, and the same bits however copies of weights and activations are kept.
 #include <cmath>
-#include <cstring>
 #include <string>
 
 #include "core/philox.h"
@@ -133,9 +132,7 @@ Result run(Device& device, TowerKind kind, const PrecisionConfig& precision,
   return result;
 }
 
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
+using parka::test::same_bits;
 bool same_bits(const Result& a, const Result& b) {
   return same_bits(a.losses, b.losses) && same_bits(a.evaluated, b.evaluated) && same_bits(a.all, b.all);
 }

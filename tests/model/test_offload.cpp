@@ -76,10 +76,10 @@ std::vector<std::vector<float>> results_of(SmallModel& m, bool documents) {
   return results;
 }
 
+using parka::test::same_bits;
 bool same_bits(const std::vector<std::vector<float>>& a, const std::vector<std::vector<float>>& b) {
-  return std::equal(a.begin(), a.end(), b.begin(), b.end(), [](const auto& x, const auto& y) {
-    return x.size() == y.size() && std::memcmp(x.data(), y.data(), x.size() * sizeof(float)) == 0;
-  });
+  return std::equal(a.begin(), a.end(), b.begin(), b.end(),
+                    [](const auto& x, const auto& y) { return same_bits(x, y); });
 }
 
 }  // namespace

@@ -63,20 +63,6 @@ Result run(const ModelConfig& config, const PrecisionConfig& precision, int64_t 
   return {m.model.losses(*m.device), m.all_gradients()};
 }
 
-// Of a along b: <a, b> / <b, b>.
-double projection(const std::vector<float>& a, const std::vector<float>& b) {
-  double dot = 0, norm = 0;
-  for (size_t i = 0; i < a.size(); ++i) {
-    dot += double{a[i]} * b[i];
-    norm += double{b[i]} * b[i];
-  }
-  return dot / norm;
-}
-
-bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
-  return a.size() == b.size() && std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0;
-}
-
 }  // namespace
 
 TEST_CASE("every recipe's gradients are close to fp32's", "[model][recipes]") {

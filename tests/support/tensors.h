@@ -58,6 +58,10 @@ inline std::vector<float> random_bf16(int64_t count, uint64_t seed, float scale 
   return values;
 }
 
+inline bool same_bits(const std::vector<float>& a, const std::vector<float>& b) {
+  return a.size() == b.size() && (a.empty() || std::memcmp(a.data(), b.data(), a.size() * sizeof(float)) == 0);
+}
+
 class TestTensor {
  public:
   // Without values the tensor is filled with 0xff bytes: NaN in every float format.
