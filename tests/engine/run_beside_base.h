@@ -1,14 +1,13 @@
 #pragma once
 #include <functional>
-#include <map>
 #include <string>
-#include <vector>
 
-#include "core/philox.h"
 #include "engine/evaluation/evaluation.h"
 #include "engine/evaluation/inference_run.h"
 #include "engine/training/training_run.h"
+#include "tests/engine/run_bytes.h"
 #include "tests/engine/step_config.h"
+#include "tests/engine/written_tokens.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
 #include "tests/support/refusal.h"
@@ -21,22 +20,11 @@ namespace parka::test {
 inline Config base_config(const TemporaryFolder& folder, const std::string& recipe, int64_t stage = 0,
                           int64_t ranks = 1) {
   Config config = step_config(folder.path().string(), recipe, stage, /*is_llama=*/true, 1, ranks);
-  std::string tokens;
-  for (uint64_t i = 0; i < 100 * kStepSequence; ++i) {
-    tokens.append({static_cast<char>(philox4x32(1, 2, i)[0] % 64), '\0'});
-  }
-  write_file(config.data.train[0], tokens);
+  write_tokens(config.data.train[0], 100 * kStepSequence);
   config.optimizer.lr = 3e-3;
   config.optimizer.schedule.kind = ScheduleKind::kConstant;
   config.checkpoint.folder = folder.path().string() + "/base";
   return config;
-}
-
-using TensorBytes = std::map<std::string, std::vector<std::byte>>;
-
-inline std::vector<std::byte> bytes_of(const TensorView& t) {
-  const auto* const data = static_cast<const std::byte*>(t.data);  // of the CPU
-  return {data, data + t.bytes()};
 }
 
 // Weights of this rank, frozen ones and their codes too, with the states.

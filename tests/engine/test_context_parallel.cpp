@@ -1,13 +1,11 @@
 #include <cmath>
-#include <cstring>
-#include <fstream>
-#include <map>
 #include <mutex>
 
-#include "core/philox.h"
 #include "engine/config/config_io.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/training/training_run.h"
+#include "tests/engine/run_bytes.h"
+#include "tests/engine/written_tokens.h"
 #include "tests/support/catch.h"
 #include "tests/support/refusal.h"
 #include "tests/support/temporary_folder.h"
@@ -24,12 +22,7 @@ constexpr int kSteps = 4;
 
 Config config_for(const TemporaryFolder& folder, const std::string& recipe) {
   const std::string path = folder.path().string();
-  std::ofstream file(path + "/train.npy", std::ios::binary);
-  for (int64_t i = 0; i < 40 * kSequence; ++i) {
-    const auto token = static_cast<uint16_t>(philox4x32(1, 2, static_cast<uint64_t>(i))[0] % 64);
-    file.write(reinterpret_cast<const char*>(&token), sizeof(token));
-  }
-  file.close();
+  write_tokens(path + "/train.npy", 40 * kSequence);
   return parse_config({{"model",
                         {{"vocab_size", 80},
                          {"d_model", 64},
@@ -51,21 +44,10 @@ struct Outcome {
   std::vector<double> losses, norms;
   double held_out = 0;
   int64_t targets = 0, held_out_targets = 0, planned_bytes = 0;
-  std::map<std::string, std::vector<std::byte>> tensors;  // put together from the ranks' pieces
+  TensorBytes tensors;  // put together from the ranks' pieces
 
   bool operator==(const Outcome&) const = default;
 };
-
-void collect(const TrainingRun& run, Device& device, Outcome& outcome) {
-  for (const NamedTensor& t : run.tensors()) {
-    std::vector<std::byte>& bytes = outcome.tensors[t.name];
-    const int64_t size = size_of(t.view.dtype);
-    int64_t numel = 1;
-    for (const int64_t extent : t.shape) numel *= extent;
-    bytes.resize(static_cast<size_t>(numel * size));
-    device.copy_to_host(bytes.data() + t.box.run(0).begin * size, t.view.data, t.view.bytes());
-  }
-}
 
 Outcome train(Config config, int ranks, int64_t context_parallel) {
   config.distributed.context_parallel = context_parallel;
@@ -90,7 +72,7 @@ Outcome train(Config config, int ranks, int64_t context_parallel) {
     outcome.held_out_targets = held_out.num_targets;
     outcome.planned_bytes = run.plan().total_bytes();
     const std::lock_guard lock(mutex);
-    collect(run, *device, whole);
+    collect(run, *device, whole.tensors);
   });
   for (const Outcome& outcome : outcomes) CHECK((outcome == outcomes[0]));  // all ranks report the same
   whole.losses = outcomes[0].losses;

@@ -1,15 +1,13 @@
 #include <cmath>
-#include <cstring>
-#include <functional>
-#include <map>
 #include <set>
 #include <tuple>
 
-#include "core/philox.h"
 #include "engine/training/speed.h"
 #include "engine/training/training_run.h"
 #include "model/buffer_scope.h"
+#include "tests/engine/run_bytes.h"
 #include "tests/engine/step_config.h"
+#include "tests/engine/written_tokens.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
 #include "tests/support/refusal.h"
@@ -29,12 +27,7 @@ using Patterns = std::vector<std::string>;
 Config config_for(const TemporaryFolder& folder, const std::string& recipe, const Patterns& frozen,
                   bool is_llama = true, int64_t stage = 0, int64_t ranks = 1) {
   Config config = step_config(folder.path().string(), recipe, stage, is_llama, 1, ranks);
-  std::string tokens;
-  for (uint64_t i = 0; i < 100 * kStepSequence; ++i) {
-    const auto token = static_cast<uint16_t>(philox4x32(1, 2, i)[0] % 64);
-    tokens.append({static_cast<char>(token), '\0'});
-  }
-  write_file(config.data.train[0], tokens);
+  write_tokens(config.data.train[0], 100 * kStepSequence);
   config.optimizer.lr = 3e-3;
   config.optimizer.clip_norm = 0;
   config.optimizer.schedule.kind = ScheduleKind::kConstant;
@@ -51,45 +44,9 @@ const std::vector<Patterns> kFrozen = {{"embedding", "blocks.[01].*"},
                                        {"embedding", "blocks.*", "final_norm"},
                                        {"embedding", "blocks.*", "head"}};
 
-using TensorBytes = std::map<std::string, std::vector<std::byte>>;
+using Outcome = RankOutcome;
 
-std::vector<std::byte> bytes_of(const TensorView& t) {
-  const auto* const data = static_cast<const std::byte*>(t.data);  // of the CPU
-  return {data, data + t.bytes()};
-}
-
-TensorBytes bytes_of(const TrainingRun& run) {
-  TensorBytes all;
-  for (const NamedTensor& t : run.tensors()) all[t.name] = bytes_of(t.view);
-  return all;
-}
-
-struct Outcome {
-  std::vector<double> losses;
-  double held_out = 0;
-  std::vector<TensorBytes> initial, tensors;  // of each rank
-};
-
-Outcome train(const Config& config, int ranks) {
-  Outcome outcome;
-  outcome.initial.resize(static_cast<size_t>(ranks));
-  outcome.tensors.resize(static_cast<size_t>(ranks));
-  ThreadRanks(ranks).run([&](Communicator& communicator) {
-    const auto device = make_cpu_device();
-    TrainingRun run(config, *device, communicator);
-    run.initialize();
-    outcome.initial[static_cast<size_t>(communicator.rank())] = bytes_of(run);
-    for (int i = 0; i < kSteps; ++i) {
-      const std::optional<StepReport> report = run.step();
-      PARKA_REQUIRE(report && report->applied);  // Catch2's own are not for several threads
-      if (communicator.rank() == 0) outcome.losses.push_back(report->loss);
-    }
-    const double held_out = run.evaluate(run.data()).loss;
-    if (communicator.rank() == 0) outcome.held_out = held_out;
-    outcome.tensors[static_cast<size_t>(communicator.rank())] = bytes_of(run);
-  });
-  return outcome;
-}
+Outcome train(const Config& config, int ranks) { return train_ranks(config, ranks, kSteps); }
 
 void check_same(const Outcome& one, const Outcome& other) {
   CHECK(one.losses == other.losses);
@@ -285,7 +242,7 @@ TEST_CASE("a run with frozen parameters resumes to the bit, with the same ones o
     TrainingRun restored(config, *device, alone());
     restored.restore(checkpoint);
     for (int i = 0; i < 2; ++i) CHECK(run.step()->loss == restored.step()->loss);
-    CHECK((bytes_of(restored) == bytes_of(run)));
+    CHECK((tensors_of(restored) == tensors_of(run)));
     Config otherwise = config;
     otherwise.optimizer.frozen = kFrozen[1];
     TrainingRun other(otherwise, *device, alone());

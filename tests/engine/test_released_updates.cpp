@@ -3,13 +3,12 @@
 #include <atomic>
 #include <cmath>
 #include <cstring>
-#include <functional>
-#include <map>
 #include <tuple>
 
-#include "core/philox.h"
 #include "engine/training/training_run.h"
+#include "tests/engine/run_bytes.h"
 #include "tests/engine/step_config.h"
+#include "tests/engine/written_tokens.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
 #include "tests/support/refusal.h"
@@ -27,12 +26,7 @@ constexpr int kSteps = 4;
 Config config_for(const TemporaryFolder& folder, const std::string& recipe, int64_t stage, bool is_llama,
                   int64_t ranks) {
   Config config = step_config(folder.path().string(), recipe, stage, is_llama, 1, ranks);
-  std::string tokens;
-  for (uint64_t i = 0; i < 100 * kStepSequence; ++i) {
-    const auto token = static_cast<uint16_t>(philox4x32(1, 2, i)[0] % 64);
-    tokens.append({static_cast<char>(token), '\0'});
-  }
-  write_file(config.data.train[0], tokens);
+  write_tokens(config.data.train[0], 100 * kStepSequence);
   config.optimizer.lr = 3e-3;
   config.optimizer.clip_norm = 0;
   config.optimizer.schedule.kind = ScheduleKind::kConstant;
@@ -45,17 +39,6 @@ Config released(Config config) {
   return config;
 }
 
-using TensorBytes = std::map<std::string, std::vector<std::byte>>;
-
-TensorBytes bytes_of(const TrainingRun& run) {
-  TensorBytes all;
-  for (const NamedTensor& t : run.tensors()) {
-    const auto* const data = static_cast<const std::byte*>(t.view.data);  // of the CPU
-    all[t.name].assign(data, data + t.view.bytes());
-  }
-  return all;
-}
-
 // Sets the memory that gradients have on this rank to NaN in any format.
 void spoil_gradients(const TrainingRun& run) {
   for (size_t i = 0; i < run.optimizer().parameters().size(); ++i) {
@@ -64,32 +47,9 @@ void spoil_gradients(const TrainingRun& run) {
   }
 }
 
-struct Outcome {
-  std::vector<double> losses, norms;
-  double held_out = 0;
-  std::vector<TensorBytes> tensors;  // of each rank
-};
+using Outcome = RankOutcome;
 
-Outcome train(const Config& config, int ranks) {
-  Outcome outcome;
-  outcome.tensors.resize(static_cast<size_t>(ranks));
-  ThreadRanks(ranks).run([&](Communicator& communicator) {
-    const auto device = make_cpu_device();
-    TrainingRun run(config, *device, communicator);
-    run.initialize();
-    for (int i = 0; i < kSteps; ++i) {
-      spoil_gradients(run);
-      const std::optional<StepReport> report = run.step();
-      PARKA_REQUIRE(report && report->applied);  // Catch2's own are not for several threads
-      if (communicator.rank() == 0) outcome.losses.push_back(report->loss);
-      if (communicator.rank() == 0) outcome.norms.push_back(report->grad_norm);
-    }
-    const double held_out = run.evaluate(run.data()).loss;
-    if (communicator.rank() == 0) outcome.held_out = held_out;
-    outcome.tensors[static_cast<size_t>(communicator.rank())] = bytes_of(run);
-  });
-  return outcome;
-}
+Outcome train(const Config& config, int ranks) { return train_ranks(config, ranks, kSteps, spoil_gradients); }
 
 void check_same(const Outcome& one, const Outcome& other) {
   CHECK(one.losses == other.losses);
@@ -264,9 +224,9 @@ TEST_CASE("the step before clips released gradients, in a resumed run too", "[en
       const StepReport a = *run.step(), b = *restored.step();
       CHECK((a.loss == b.loss && a.grad_norm == b.grad_norm && a.applied && b.applied));
       unclipped.step();
-      CHECK((bytes_of(restored) == bytes_of(run)));
+      CHECK((tensors_of(restored) == tensors_of(run)));
     }
-    CHECK((bytes_of(unclipped) != bytes_of(run)));
+    CHECK((tensors_of(unclipped) != tensors_of(run)));
   }
 }
 
@@ -285,11 +245,11 @@ TEST_CASE("a gradient that is not finite reaches neither its unit nor those afte
       const auto bad = static_cast<size_t>(table.index_of("blocks.2.down"));
       // On one rank all blocks use the same memory, on two every other one.
       InfiniteGradient fault(run.optimizer().gradients()[bad], communicator.size() == 1 ? 2 : 1);
-      const TensorBytes before = bytes_of(run);
+      const TensorBytes before = tensors_of(run);
       if (communicator.rank() == 0) device->set_op_fault(&fault);
       const StepReport report = *run.step();
       device->set_op_fault(nullptr);
-      const TensorBytes after = bytes_of(run);
+      const TensorBytes after = tensors_of(run);
       num_wrong += report.applied || std::isfinite(report.grad_norm) || !std::isfinite(report.loss);
       num_wrong += report.culprit != "blocks.2.down";
       for (const NamedTensor& tensor : run.tensors()) {
@@ -313,10 +273,10 @@ TEST_CASE("a loss that is not finite changes no unit of released gradients", "[e
   run.step();
   const TensorView norm = run.model().weights().plain(run.model().parameters().final_norm);
   norm.as<BFloat16>()[0] = encode_bf16(INFINITY);
-  const TensorBytes before = bytes_of(run);
+  const TensorBytes before = tensors_of(run);
   const StepReport report = *run.step();
   CHECK((!report.applied && !std::isfinite(report.loss)));
-  CHECK((bytes_of(run) == before));
+  CHECK((tensors_of(run) == before));
 }
 
 TEST_CASE("released gradients take the buffers of two units, or on one rank of one, in place of the memory of all",

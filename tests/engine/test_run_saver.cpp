@@ -2,14 +2,13 @@
 
 #include <atomic>
 #include <chrono>
-#include <fstream>
 #include <memory>
 #include <utility>
 
-#include "core/philox.h"
 #include "engine/config/config_io.h"
 #include "engine/planning/gpu_plan.h"
 #include "tests/engine/checkpoint_fixture.h"
+#include "tests/engine/written_tokens.h"
 #include "tests/support/alone.h"
 #include "tests/support/forwarding_device.h"
 #include "tests/support/thread_ranks.h"
@@ -48,12 +47,7 @@ class RecordingStaging final : public ForwardingDevice {
 };
 
 Config tiny_config(const std::string& folder) {
-  std::ofstream file(folder + "/train.npy", std::ios::binary);
-  for (uint64_t i = 0; i < 640; ++i) {
-    const auto token = static_cast<uint16_t>(philox4x32(1, 2, i)[0] % 64);
-    file.write(reinterpret_cast<const char*>(&token), sizeof(token));
-  }
-  file.close();
+  write_tokens(folder + "/train.npy", 640);
   return parse_config(
       {{"model", {{"vocab_size", 64}, {"d_model", 32}, {"num_layers", 2}, {"num_heads", 2}, {"d_ffn", 64}}},
        {"precision", {{"recipe", "coat"}}},

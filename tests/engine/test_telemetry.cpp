@@ -2,14 +2,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <fstream>
 #include <map>
 #include <set>
 
-#include "core/philox.h"
 #include "engine/config/config_io.h"
 #include "engine/training/training_run.h"
 #include "model/precision_recipe.h"
+#include "tests/engine/written_tokens.h"
 #include "tests/support/alone.h"
 #include "tests/support/catch.h"
 #include "tests/support/offload_plan.h"
@@ -24,12 +23,7 @@ namespace {
 constexpr int64_t kSequence = 16, kLayers = 2;
 
 Config tiny_config(const std::string& folder, const std::string& recipe, int64_t interval) {
-  std::ofstream file(folder + "/train.npy", std::ios::binary);
-  for (uint64_t i = 0; i < 40 * kSequence; ++i) {
-    const auto token = static_cast<uint16_t>(philox4x32(1, 2, i)[0] % 64);
-    file.write(reinterpret_cast<const char*>(&token), sizeof(token));
-  }
-  file.close();
+  write_tokens(folder + "/train.npy", 40 * kSequence);
   Config config = parse_config(
       {{"model", {{"vocab_size", 64}, {"d_model", 32}, {"num_layers", kLayers}, {"num_heads", 2}, {"d_ffn", 64}}},
        {"precision", {{"recipe", recipe}}},

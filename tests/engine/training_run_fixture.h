@@ -1,26 +1,17 @@
 #pragma once
 #include <cstdint>
-#include <fstream>
 #include <functional>
 #include <string>
 
-#include "core/philox.h"
 #include "engine/config/config_io.h"
 #include "engine/training/training_run.h"
 #include "tests/engine/checkpoint_fixture.h"
+#include "tests/engine/written_tokens.h"
 
 // A run of a tiny model on 40 sequences, ten steps of which are an epoch.
 namespace parka::test {
 
 inline constexpr int64_t kSequence = 16;
-
-inline void write_tokens(const std::string& path, int64_t count) {
-  std::ofstream file(path, std::ios::binary);
-  for (int64_t i = 0; i < count; ++i) {
-    const auto token = static_cast<uint16_t>(philox4x32(1, 2, static_cast<uint64_t>(i))[0] % 64);
-    file.write(reinterpret_cast<const char*>(&token), sizeof(token));
-  }
-}
 
 inline Config tiny_config(const std::string& folder, const std::string& recipe) {
   write_tokens(folder + "/train.npy", 40 * kSequence);

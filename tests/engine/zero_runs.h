@@ -1,7 +1,6 @@
 #pragma once
 #include <cstdint>
 #include <functional>
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -11,7 +10,8 @@
 
 #include "engine/config/config_io.h"
 #include "engine/training/training_run.h"
-#include "tests/engine/training_run_fixture.h"
+#include "tests/engine/run_bytes.h"
+#include "tests/engine/written_tokens.h"
 #include "tests/support/catch.h"
 #include "tests/support/late_communicator.h"
 #include "tests/support/temporary_folder.h"
@@ -42,21 +42,6 @@ inline Config config_for(const TemporaryFolder& folder, const std::string& recip
                        {"distributed", {{"zero_stage", stage}}},
                        {"checkpoint", {{"folder", path + "/run"}}}},
                       "test");
-}
-
-using TensorBytes = std::map<std::string, std::vector<std::byte>>;
-
-// Puts what this rank has of each tensor of a run where it belongs in all of it.
-inline void collect(const TrainingRun& run, Device& device, TensorBytes& whole) {
-  for (const NamedTensor& t : run.tensors()) {
-    std::vector<std::byte>& bytes = whole[t.name];
-    const int64_t size = size_of(t.view.dtype);
-    int64_t numel = 1;
-    for (int64_t extent : t.shape) numel *= extent;
-    bytes.resize(static_cast<size_t>(numel * size));
-    PARKA_REQUIRE(t.box.is_one_run());
-    device.copy_to_host(bytes.data() + t.box.run(0).begin * size, t.view.data, t.view.bytes());
-  }
 }
 
 struct Outcome {
