@@ -122,87 +122,124 @@ TEST_CASE("adapters beside weights that began at random are no start for others"
         std::string::npos);
 }
 
+namespace {
+
+namespace fs = std::filesystem;
+
+// A run of adapters beside a base, after a step that is saved, and a run that has gone on from there.
+struct SavedAdapters {
+  explicit SavedAdapters(const std::string& recipe)
+      : plain(base_config(folder, recipe)),
+        config(with_adapters(plain)),
+        base(make_base(plain)),
+        run(config, *device, alone()),
+        checkpoint(after_a_step()),
+        again(config, *device, alone()) {
+    again.restore(checkpoint);
+  }
+  LoadedCheckpoint after_a_step() {
+    run.initialize_from(base);
+    run.step();
+    return save(run, config.checkpoint.folder);
+  }
+  double loss_of(Model& model) { return evaluate_loss(*device, model, again.data(), 1, 8, alone(), {}).loss; }
+  std::string path_in(const fs::path& copy, const std::string& path) const {
+    return (copy / fs::relative(path, folder.path())).string();
+  }
+
+  TemporaryFolder folder;
+  Config plain, config;
+  LoadedCheckpoint base;
+  std::unique_ptr<Device> device = make_cpu_device();
+  TrainingRun run;
+  LoadedCheckpoint checkpoint;
+  TrainingRun again;
+};
+
+}  // namespace
+
 TEST_CASE("a checkpoint of adapters holds them alone, and goes on beside its base", "[engine][lora]") {
   for (const char* recipe : {"fp32", "parka"}) {
     CAPTURE(recipe);
-    const TemporaryFolder folder;
-    const Config plain = base_config(folder, recipe), config = with_adapters(plain);
-    const LoadedCheckpoint base = make_base(plain);
-    const auto device = make_cpu_device();
-    TrainingRun run(config, *device, alone());
-    run.initialize_from(base);
-    run.step();
-    const LoadedCheckpoint checkpoint = save(run, config.checkpoint.folder);
-    for (const SafetensorsEntry& tensor : checkpoint.tensors())
+    SavedAdapters saved(recipe);
+    for (const SafetensorsEntry& tensor : saved.checkpoint.tensors())
       CHECK(tensor.name.find("lora_") != std::string::npos);
-    check_goes_on(run, checkpoint, config);
+    check_goes_on(saved.run, saved.checkpoint, saved.config);
 
-    TrainingRun again(config, *device, alone());
-    again.restore(checkpoint);
-
-    Config other = config;
+    Config other = saved.config;
     other.finetune.rank = 8;
-    TrainingRun wider(other, *device, alone());
-    CHECK(refusal([&] { wider.restore(checkpoint); }).find("finetune.rank") != std::string::npos);
-    const LoadedCheckpoint whole = open_checkpoint(checkpoint.path());
+    TrainingRun wider(other, *saved.device, alone());
+    CHECK(refusal([&] { wider.restore(saved.checkpoint); }).find("finetune.rank") != std::string::npos);
+    const LoadedCheckpoint whole = open_checkpoint(saved.checkpoint.path());
     CHECK(refusal([&] { wider.initialize_from(whole); }).find("has adapters of its own") != std::string::npos);
     // Another run goes on with the adapters, from its own first step, and its checkpoints name the same base.
-    TrainingRun next(config, *device, alone());
+    TrainingRun next(saved.config, *saved.device, alone());
     next.initialize_from(whole);
     CHECK(next.completed_steps() == 0);
-    CHECK(next.evaluate(next.data()).loss == again.evaluate(again.data()).loss);
-    CHECK(next.snapshot().state.at(kBaseKey) == again.snapshot().state.at(kBaseKey));
+    CHECK(next.evaluate(next.data()).loss == saved.again.evaluate(saved.again.data()).loss);
+    CHECK(next.snapshot().state.at(kBaseKey) == saved.again.snapshot().state.at(kBaseKey));
     CHECK(next.step()->applied);
+  }
+}
+
+TEST_CASE("adapters find a base that has moved with them, or to where the config says", "[engine][lora]") {
+  for (const char* recipe : {"fp32", "parka"}) {
+    CAPTURE(recipe);
+    SavedAdapters saved(recipe);
     // Both runs somewhere else.
     const TemporaryFolder elsewhere;
-    namespace fs = std::filesystem;
     const fs::path moved = elsewhere.path() / "moved";
-    fs::copy(folder.path(), moved, fs::copy_options::recursive);
-    fs::rename(base.path(), base.path() + ".away");
-    const std::string there = (moved / fs::relative(checkpoint.path(), folder.path())).string();
+    fs::copy(saved.folder.path(), moved, fs::copy_options::recursive);
+    fs::rename(saved.base.path(), saved.base.path() + ".away");
+    const std::string there = saved.path_in(moved, saved.checkpoint.path());
     CHECK(open_checkpoint(there).path() == there);
-    InferenceRun moved_run(*device, open_checkpoint(there), config);
-    CHECK(evaluate_loss(*device, moved_run.model(), again.data(), 1, 8, alone(), {}).loss ==
-          evaluate_loss(*device, again.model(), again.data(), 1, 8, alone(), {}).loss);
-    // The base alone, to where the config says: a checkpoint, or the folder with it.
-    const std::string away = base.path() + ".away", other_folder = folder / "other";
-    const std::string within = other_folder + "/" + fs::path(base.path()).filename().string();
+    InferenceRun moved_run(*saved.device, open_checkpoint(there), saved.config);
+    CHECK(saved.loss_of(moved_run.model()) == saved.loss_of(saved.again.model()));
+    // The base alone: a checkpoint, or the folder with it.
+    const std::string away = saved.base.path() + ".away", other_folder = saved.folder / "other";
+    const std::string within = other_folder + "/" + fs::path(saved.base.path()).filename().string();
     fs::create_directory(other_folder);
     for (const auto& [given, place] : {std::pair(away, away), std::pair(other_folder, within)}) {
       if (place != away) fs::rename(away, place);
-      Config renamed = config;
+      Config renamed = saved.config;
       renamed.checkpoint.init_from = given;
-      TrainingRun there_too(renamed, *device, alone());
-      there_too.restore(checkpoint);
-      CHECK((bytes_of(there_too) == bytes_of(again)));
+      TrainingRun there_too(renamed, *saved.device, alone());
+      there_too.restore(saved.checkpoint);
+      CHECK((bytes_of(there_too) == bytes_of(saved.again)));
       CHECK(there_too.snapshot().state.at(kBaseKey).at("checkpoint") == place);
       CHECK(there_too.config().checkpoint.init_from == given);
     }
-    fs::rename(within, base.path());
-    // Another base, or none.
-    std::filesystem::rename(base.path(), base.path() + ".away");
-    CHECK(refusal([&] { open_checkpoint(checkpoint.path()); }).find("is gone") != std::string::npos);
-    Config misnamed = config;
-    misnamed.checkpoint.init_from = other_folder;
-    CHECK(refusal([&] {
-            TrainingRun(misnamed, *device, alone()).restore(checkpoint);
-          }).find("is gone, and checkpoint.init_from = " + other_folder + " neither is it nor has it") !=
-          std::string::npos);
-    Config longer = plain;
-    longer.optimizer.lr *= 2;
-    make_base(longer);
-    CHECK(refusal([&] { open_checkpoint(checkpoint.path()); }).find("was trained beside other weights") !=
-          std::string::npos);
-    CHECK(open_checkpoint(there).path() == there);  // whose base is the one that has moved with it
-    // As earlier versions described it: by the whole manifest, and without a place seen from the run.
-    Manifest manifest = read_manifest(there);
-    const std::string base_there = (moved / fs::relative(base.path(), folder.path())).string();
-    const std::string base_manifest = base_there + "/" + std::string(kManifestName);
-    manifest.state[kBaseKey] = {{"checkpoint", base.path()},
-                                {"checksum", checksum_of(ReadOnlyFile(base_manifest))}};
-    std::ofstream(there + "/" + std::string(kManifestName)) << encode_manifest(manifest);
-    CHECK(open_checkpoint(there).base()->path() == base_there);
   }
+}
+
+TEST_CASE("adapters without their base, or beside another, are refused", "[engine][lora]") {
+  SavedAdapters saved("parka");
+  const TemporaryFolder elsewhere;
+  const fs::path moved = elsewhere.path() / "moved";
+  fs::copy(saved.folder.path(), moved, fs::copy_options::recursive);
+  fs::rename(saved.base.path(), saved.base.path() + ".away");
+  CHECK(refusal([&] { open_checkpoint(saved.checkpoint.path()); }).find("is gone") != std::string::npos);
+  Config misnamed = saved.config;
+  misnamed.checkpoint.init_from = saved.folder / "other";
+  fs::create_directory(misnamed.checkpoint.init_from);
+  CHECK(refusal([&] { TrainingRun(misnamed, *saved.device, alone()).restore(saved.checkpoint); })
+            .find("is gone, and checkpoint.init_from = " + misnamed.checkpoint.init_from +
+                  " neither is it nor has it") != std::string::npos);
+  Config longer = saved.plain;
+  longer.optimizer.lr *= 2;
+  make_base(longer);
+  CHECK(refusal([&] { open_checkpoint(saved.checkpoint.path()); }).find("was trained beside other weights") !=
+        std::string::npos);
+  const std::string there = saved.path_in(moved, saved.checkpoint.path());
+  CHECK(open_checkpoint(there).path() == there);  // whose base is the one that has moved with it
+  // As earlier versions described it: by the whole manifest, and without a place seen from the run.
+  Manifest manifest = read_manifest(there);
+  const std::string base_there = saved.path_in(moved, saved.base.path());
+  const std::string base_manifest = base_there + "/" + std::string(kManifestName);
+  manifest.state[kBaseKey] = {{"checkpoint", saved.base.path()},
+                              {"checksum", checksum_of(ReadOnlyFile(base_manifest))}};
+  std::ofstream(there + "/" + std::string(kManifestName)) << encode_manifest(manifest);
+  CHECK(open_checkpoint(there).base()->path() == base_there);
 }
 
 TEST_CASE("dropout leaves out the same on any number of ranks and after a resumption", "[engine][lora]") {
