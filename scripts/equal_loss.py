@@ -235,7 +235,7 @@ def draw_band(axis, curves, color, label):
     return late.min(), late.max()
 
 
-def draw(plt, base_name, runs, figures, smooth):
+def draw(plt, base_name, runs, figures, smooth, until):
     picture, (loss_axis, gap_axis) = plt.subplots(2, 1, figsize=(10, 9), sharex=True, constrained_layout=True)
     loss_ends, gap_ends = [], []
     for index, (recipe, of_recipe) in enumerate(runs.items()):
@@ -253,6 +253,8 @@ def draw(plt, base_name, runs, figures, smooth):
     limit(loss_axis, *zip(*loss_ends))
     limit(gap_axis, *zip(*gap_ends))
     gap_axis.axhline(0, color="C0", linewidth=1)
+    if until is not None:
+        gap_axis.axvline(until, color="black", linewidth=1, linestyle=":", label="end of what t is of")
     loss_axis.set_title(f"training loss (nats per token), mean of {smooth} steps and of the seeds, least to most of the seeds")
     gap_axis.set_title(f"loss less that of {base_name} over the same batches")
     gap_axis.set_xlabel("tokens")
@@ -342,7 +344,7 @@ def main():
             print_held_out(base_name, held_out_slope, "held-out losses" if "slope.held_out" in slopes else "training losses", held_out)
     if options.out:
         smooth = max(25, min(len(run.loss) for run in base.values()) // 20)
-        save_picture(lambda plt: draw(plt, base_name, runs, figures, smooth), options.out)
+        save_picture(lambda plt: draw(plt, base_name, runs, figures, smooth, options.until), options.out)
 
 
 if __name__ == "__main__":
