@@ -135,3 +135,17 @@ TEST_CASE("the history of a run adds up all of its starts", "[engine][metrics]")
   CHECK(history.evaluations == 1);
   CHECK(history.gemm_tuning.empty());
 }
+
+TEST_CASE("a run whose metrics were rotated keeps its goodput", "[engine][metrics]") {
+  const TemporaryFolder folder;
+  const std::string path = folder / "metrics.jsonl";
+  MetricsLog log(path);
+  // As a run writes it after the records of its first 800 s and 100 steps were moved away.
+  log.write({{"kind", "start"}, {"step", 0}, {"earlier_seconds", 200}});
+  log.write({{"kind", "train"}, {"step", 101}, {"seconds", 8}, {"goodput", 0.9}, {"wall_seconds", 800}});
+  log.write({{"kind", "train"}, {"step", 102}, {"seconds", 8}, {"goodput", 0.75}, {"wall_seconds", 1000}});
+  log.write({{"kind", "train"}, {"step", 103}, {"seconds", 8}, {"goodput", 0.7}, {"wall_seconds", 1100}});
+  const RunHistory history = read_history(path, 102);
+  CHECK(history.wall_seconds == 1300);
+  CHECK(history.step_seconds == 900);
+}

@@ -46,7 +46,11 @@ RunHistory read_history(const std::string& metrics_path, int64_t step) {
     }
     latest = std::max(latest, number(record, "wall_seconds"));
     const auto of_step = static_cast<int64_t>(number(record, "step"));
-    if (kind == "train" && of_step <= step) history.step_seconds += number(record, "seconds");
+    if (kind == "train" && of_step <= step) {
+      // By the record's own goodput: those before it may have gone with a file that was rotated.
+      const double of_steps = number(record, "goodput") * (earlier + number(record, "wall_seconds"));
+      history.step_seconds = of_steps > 0 ? of_steps : history.step_seconds + number(record, "seconds");
+    }
     if (is_finished_evaluation(kind, record) && of_step == step) ++history.evaluations;
   }
   history.wall_seconds = earlier + latest;
