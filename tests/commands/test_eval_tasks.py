@@ -278,6 +278,24 @@ class Tasks(RunFolder):
             self.assertAlmostEqual(scores["perplexity"], math.exp(scores["loss"]), delta=1e-9 * scores["perplexity"])
         self.check_loss(model, "held_out", everything["sets"]["held_out"])
 
+    def test_what_is_added_is_evaluated_and_what_is_left_out_keeps_its_records(self):
+        def recorded():
+            return [(record["kind"], record.get("set") or record.get("task"), record["step"]) for kind in ("eval", "eval_set", "task")
+                    for record in metrics(self.path("run"), kind) if record["step"] == 6]
+
+        self.config["evaluation"] = {"sets": [f"first={self.path('a.npy')}"], "tasks": [self.prepare("copa")]}
+        self.assert_exit(self.train(self.config), 0)
+        of_first = [("eval", None, 6), ("eval_set", "first", 6), ("task", "copa", 6)]
+        self.assertEqual(recorded(), of_first)
+        # As many as before, and then more.
+        self.config["evaluation"] = {"sets": [f"second={self.path('a.npy')}"], "tasks": [self.prepare("arc_easy")]}
+        self.assert_exit(self.train(self.config), 0)
+        self.assertCountEqual(recorded(), [*of_first, ("eval_set", "second", 6), ("task", "arc_easy", 6)])
+        self.config["evaluation"]["sets"] = [f"{name}={self.path('a.npy')}" for name in ("third", "fourth", "fifth")]
+        self.assert_exit(self.train(self.config), 0)
+        self.assertCountEqual(recorded(), [*of_first, ("task", "arc_easy", 6),
+                                           *(("eval_set", name, 6) for name in ("second", "third", "fourth", "fifth"))])
+
     def check_loss(self, model, name, scores):
         """Mean over sequences of each one's mean, as OLMo has it; what is left of the file is dropped."""
         tokens = np.fromfile(self.path(name + ".npy"), "<u2").astype(int)

@@ -84,6 +84,23 @@ TEST_CASE("resuming takes out later records and torn lines, and nothing else", "
   CHECK(names_in(folder.path()) == std::set<std::string>{"metrics.jsonl"});
 }
 
+TEST_CASE("of the last step those evaluations are removed that are made again", "[engine][metrics]") {
+  const TemporaryFolder folder;
+  const std::string path = folder / "metrics.jsonl";
+  const std::string kept =
+      "{\"kind\":\"eval_set\",\"set\":\"a\",\"step\":4}\n"
+      "{\"kind\":\"train\",\"step\":5}\n"
+      "{\"kind\":\"eval_set\",\"set\":\"b\",\"step\":5}\n"
+      "{\"kind\":\"task\",\"task\":\"a\",\"step\":5}\n";
+  write_file(path, kept +
+                       "{\"kind\":\"eval\",\"step\":5}\n{\"kind\":\"eval_set\",\"set\":\"a\",\"step\":5}\n"
+                       "{\"kind\":\"task\",\"task\":\"b\",\"step\":5}\n");
+  const MetricsLog::Truncated removed =
+      MetricsLog::truncate_after(path, 5, {"data.eval", "set a", "task b", "task c"});
+  CHECK(read_file(path) == kept);
+  CHECK(removed.evaluations == 3);
+}
+
 TEST_CASE("metrics cut at any byte lose at most the torn line", "[engine][metrics]") {
   const TemporaryFolder folder;
   const std::string path = folder / "metrics.jsonl";
@@ -132,7 +149,7 @@ TEST_CASE("the history of a run adds up all of its starts", "[engine][metrics]")
   const RunHistory history = read_history(path, 3);
   CHECK(history.wall_seconds == 23 + 9);
   CHECK(history.step_seconds == 2 + 3 + 5 + 7);
-  CHECK(history.evaluations == 1);
+  CHECK(history.evaluations == std::set<std::string>{"data.eval"});
   CHECK(history.gemm_tuning.empty());
 }
 

@@ -4,6 +4,7 @@
 #include <cstring>
 #include <ctime>
 #include <filesystem>
+#include <set>
 
 #include <unistd.h>
 
@@ -276,8 +277,8 @@ class TrainCommand {
 
   void continue_metrics() {
     const int64_t step = run_.completed_steps();
-    const MetricsLog::Truncated result =
-        MetricsLog::truncate_after(metrics_path(), step, /*keep_evaluations=*/!evaluation_is_missing_);
+    const auto made_again = evaluation_is_missing_ ? evaluation_.names() : std::set<std::string>();
+    const MetricsLog::Truncated result = MetricsLog::truncate_after(metrics_path(), step, made_again);
     if (result.later > 0)
       log_info("{}: {} records after step {} removed; those steps are run again", metrics_path(), result.later,
                step);

@@ -19,11 +19,7 @@ struct EvaluationSuite {
   std::vector<Set> sets;               // evaluation.sets
   std::vector<EvalTask> tasks;         // evaluation.tasks
 
-  // Records that an evaluation leaves in metrics.jsonl.
-  int64_t num_records() const {
-    return (held_out ? 1 : 0) + static_cast<int64_t>(sets.size()) + static_cast<int64_t>(tasks.size());
-  }
-  bool empty() const { return num_records() == 0; }
+  bool empty() const { return !held_out && sets.empty() && tasks.empty(); }
 };
 
 // Throws Error(kBadInput) for files that cannot be used, and for two tasks with the same name.

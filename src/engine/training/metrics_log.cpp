@@ -39,10 +39,9 @@ bool is_train_record(const nlohmann::json& record) {
          record["step"].is_number_integer();
 }
 
-bool is_evaluation_at(const nlohmann::json& record, int64_t step) {
-  const auto kind = record.find("kind"), at = record.find("step");
-  if (kind == record.end() || at == record.end() || *at != step) return false;
-  return *kind == "eval" || *kind == "eval_set" || *kind == "task";
+bool is_of_step(const nlohmann::json& record, int64_t step) {
+  const auto at = record.find("step");
+  return at != record.end() && *at == step;
 }
 
 // Renames the file to the first of FILE.1, FILE.2, ... that there is not; returns that name.
@@ -64,6 +63,17 @@ bool is_of_later_step(const nlohmann::json& record, int64_t step) {
 }
 
 }  // namespace
+
+std::string evaluated(const nlohmann::json& record) {
+  const auto text = [&](const char* key) {
+    const auto found = record.find(key);
+    return found != record.end() && found->is_string() ? found->get<std::string>() : "";
+  };
+  const std::string kind = text("kind");
+  if (kind == "eval") return "data.eval";
+  if (kind == "eval_set") return "set " + text("set");
+  return kind == "task" ? "task " + text("task") : "";
+}
 
 MetricsLog::MetricsLog(std::string path, MetricsHooks hooks)
     : path_(std::move(path)), hooks_(std::move(hooks)), file_(open_for_adding(path_)) {}
@@ -107,7 +117,8 @@ void MetricsLog::sync() {
   if (::fdatasync(file_.get()) == -1 && errno != EINVAL) throw_io_error("sync", path_, errno);
 }
 
-MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_t step, bool keep_evaluations) {
+MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_t step,
+                                                 const std::set<std::string>& made_again) {
   Truncated result;
   std::error_code error;
   const bool is_there = fs::exists(path, error);
@@ -120,7 +131,7 @@ MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_
       ++result.unreadable;
     } else if (is_of_later_step(record, step)) {
       ++result.later;
-    } else if (!keep_evaluations && is_evaluation_at(record, step)) {
+    } else if (is_of_step(record, step) && made_again.contains(evaluated(record))) {
       ++result.evaluations;
     } else {
       kept.append(line) += '\n';

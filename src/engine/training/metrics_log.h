@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <functional>
 #include <mutex>
+#include <set>
 #include <string>
 
 #include <nlohmann/json.hpp>
@@ -15,6 +16,9 @@ struct MetricsHooks {
   std::function<void()> check_folder = {};
   std::function<void(const std::string& message)> report = {};
 };
+
+// What the record of an evaluation is of: "data.eval", "set NAME" or "task NAME"; empty for other records.
+std::string evaluated(const nlohmann::json& record);
 
 // The metrics of a run: a text file to which one JSON object per line is added (JSON Lines). A record that
 // describes a training step has an integer field "step".
@@ -43,10 +47,11 @@ class MetricsLog {
     int64_t missing = 0, first_missing = 0, last_missing = 0;
   };
   // For a run that resumes after `step`: removes the records of later steps, in one atomic replacement. All other
-  // lines stay byte for byte. A missing file is fine; if the path is a link, its target is replaced. Without
-  // `keep_evaluations` evaluations at `step` are removed too. A file without any record is renamed to <path>.1 and
-  // so on: it is no run's.
-  static Truncated truncate_after(const std::string& path, int64_t step, bool keep_evaluations = true);
+  // lines stay byte for byte. A missing file is fine; if the path is a link, its target is replaced. Evaluations at
+  // `step` of what is `made_again`, by evaluated(), are removed too. A file without any record is renamed to
+  // <path>.1 and so on: it is no run's.
+  static Truncated truncate_after(const std::string& path, int64_t step,
+                                  const std::set<std::string>& made_again = {});
 
   // For a new run: removes the records of a run that ended before its first checkpoint. If there are records of
   // training steps, the file is renamed to <path>.1 and so on; returns that name.

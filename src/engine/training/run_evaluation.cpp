@@ -1,5 +1,6 @@
 #include "engine/training/run_evaluation.h"
 
+#include <algorithm>
 #include <cmath>
 #include <utility>
 
@@ -33,9 +34,17 @@ bool RunEvaluation::is_due(int64_t step) const {
   return step % training.eval_interval == 0 || step == training.steps;
 }
 
-bool RunEvaluation::is_missing(int64_t step, int64_t num_records) const {
-  const bool is_missing = is_due(step) && num_records < suite_.num_records();
+bool RunEvaluation::is_missing(int64_t step, const std::set<std::string>& recorded) const {
+  const bool is_missing = is_due(step) && !std::ranges::includes(recorded, names());
   return communicator_.max(communicator_.rank() == 0 && is_missing ? 1.0 : 0.0) > 0;
+}
+
+std::set<std::string> RunEvaluation::names() const {
+  std::set<std::string> all;
+  if (suite_.held_out) all.insert("data.eval");
+  for (const EvaluationSuite::Set& set : suite_.sets) all.insert("set " + set.name);
+  for (const EvalTask& task : suite_.tasks) all.insert("task " + task.name);
+  return all;
 }
 
 RunEvaluation::End RunEvaluation::evaluate() {

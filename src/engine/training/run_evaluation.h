@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <exception>
 #include <functional>
+#include <set>
 #include <string>
 
 #include <nlohmann/json.hpp>
@@ -30,11 +31,14 @@ class RunEvaluation {
   void open() { suite_ = open_suite(run_.config()); }
   const EvaluationSuite& suite() const { return suite_; }
 
+  // All that it evaluates on, as evaluated() names it.
+  std::set<std::string> names() const;
+
   // Every training.eval_interval steps and after the last, where there is something to evaluate on.
   bool is_due(int64_t step) const;
-  // Whether the one that is due after `step` has fewer records than it leaves: it was cut off, or never began.
-  // `num_records`: those in metrics.jsonl, of which rank 0 knows.
-  bool is_missing(int64_t step, int64_t num_records) const;
+  // Whether the one that is due after `step` lacks a record: it was cut off, never began, or the config evaluates
+  // on more by now. `recorded`: what metrics.jsonl has, by evaluated(), of which rank 0 knows.
+  bool is_missing(int64_t step, const std::set<std::string>& recorded) const;
 
   enum class End : uint8_t {
     kDone,

@@ -51,7 +51,7 @@ RunHistory read_history(const std::string& metrics_path, int64_t step) {
       const double of_steps = number(record, "goodput") * (earlier + number(record, "wall_seconds"));
       history.step_seconds = of_steps > 0 ? of_steps : history.step_seconds + number(record, "seconds");
     }
-    if (is_finished_evaluation(kind, record) && of_step == step) ++history.evaluations;
+    if (is_finished_evaluation(kind, record) && of_step == step) history.evaluations.insert(evaluated(record));
   }
   history.wall_seconds = earlier + latest;
   return history;

@@ -2,6 +2,7 @@
 #include <chrono>
 #include <cstdint>
 #include <optional>
+#include <set>
 #include <string>
 #include <vector>
 
@@ -14,9 +15,9 @@ namespace parka {
 
 // What metrics.jsonl says about the earlier starts of a run.
 struct RunHistory {
-  double wall_seconds = 0;  // that processes of the run have run
-  double step_seconds = 0;  // of the steps up to the one from which this start resumes
-  int64_t evaluations = 0;  // records of evaluations after that step
+  double wall_seconds = 0;            // that processes of the run have run
+  double step_seconds = 0;            // of the steps up to the one from which this start resumes
+  std::set<std::string> evaluations;  // what was evaluated after that step, by evaluated()
   std::string gemm_tuning;  // the file of algorithms that the newest start used; empty: none, or that is not known
 };
 // Reads the history, before later records are removed. A missing file and records of older versions count as zero.
