@@ -64,9 +64,9 @@ class OnSaved(RunFolder):
         self.assertEqual(self.stored(), [])
         again = self.train(config)
         self.assert_exit(again, 0)
-        self.assertIn("step_00000008: the command of checkpoint.on_saved has not ended well for it, and runs again", again.stderr)
+        self.assertIn("on_saved.done does not name it, so the command of checkpoint.on_saved runs for it now", again.stderr)
         self.assertEqual(self.stored(), ["step_00000008"])
-        self.assertNotIn("runs again", self.train(config).stderr)
+        self.assertNotIn("runs for it now", self.train(config).stderr)
         self.assertEqual(self.stored(), ["step_00000008"])
 
     def test_a_command_that_hangs_behind_the_last_step_is_left_when_the_run_is_asked_to_stop(self):
@@ -79,7 +79,7 @@ class OnSaved(RunFolder):
         with open(self.path("pid"), encoding="utf-8") as file:
             os.kill(int(file.read()), signal.SIGKILL)
         config["checkpoint"]["on_saved"] = self.copying()
-        self.assertIn("runs again", self.train(config).stderr)
+        self.assertIn("runs for it now", self.train(config).stderr)
         self.assertEqual(len(self.stored()), 1)
 
     def test_every_checkpoint_is_copied(self):
@@ -115,6 +115,12 @@ class OnSaved(RunFolder):
                 self.assert_exit(result, 0)
                 self.assertRegex(result.stderr, rf"checkpoint\.on_saved {what} for .*/step_00000008; the checkpoint is complete, and "
                                                 "the run goes on")
+
+    def test_a_command_whose_checkpoint_is_removed_is_told_so(self):
+        result = self.train(self.config("rm -r {path}; exit 5", interval=1000))  # in place of checkpoint.keep, which is quick only at times
+        self.assert_exit(result, 0)
+        self.assertIn("step_00000008; it was removed meanwhile: a larger checkpoint.keep leaves the command more time", result.stderr)
+        self.assertNotIn("the checkpoint is complete", result.stderr)
 
     def test_a_failure_is_seen_where_ends_of_processes_are_ignored(self):
         config = self.config("echo {path}; exit 7")

@@ -15,6 +15,7 @@
 #include <fmt/format.h>
 
 #include "core/thread.h"
+#include "data/read_only_file.h"
 #include "engine/files/shell_word.h"
 
 namespace parka {
@@ -103,8 +104,10 @@ void SavedHook::work() {
     if (run_command(path, failure)) {
       listener_.done(path);
     } else if (!failure.empty()) {
-      listener_.report(fmt::format("checkpoint.on_saved {} for {}; the checkpoint is complete, and the run goes on",
-                                   failure, path));
+      const char* state = file_exists(path)
+                              ? "the checkpoint is complete, and the run goes on"
+                              : "it was removed meanwhile: a larger checkpoint.keep leaves the command more time";
+      listener_.report(fmt::format("checkpoint.on_saved {} for {}; {}", failure, path, state));
     }
     lock.lock();
     running_ = false;

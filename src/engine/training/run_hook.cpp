@@ -44,7 +44,7 @@ void RunHook::repeat(const LoadedCheckpoint& checkpoint) {
   if (!hook_) return;
   const std::string name = name_of_folder(checkpoint.path());
   if (file_exists(done_path_) && read_text(done_path_, 4096) == name + "\n") return;
-  log_info("{}: the command of checkpoint.on_saved has not ended well for it, and runs again", name);
+  log_info("{}: {} does not name it, so the command of checkpoint.on_saved runs for it now", name, done_path_);
   hook_->run(checkpoint.path());
 }
 
