@@ -65,4 +65,9 @@ void ReadOnlyFile::read(int64_t offset, std::span<std::byte> out) const {
   }
 }
 
+int64_t ReadOnlyFile::first_gap() const {
+  const off_t gap = lseek(descriptor_, 0, SEEK_HOLE);  // the end of a file without any
+  return gap < size_ ? gap : -1;
+}
+
 }  // namespace parka

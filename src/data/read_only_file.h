@@ -29,6 +29,9 @@ class ReadOnlyFile {
   // shorter or cannot be read any more.
   void read(int64_t offset, std::span<std::byte> out) const;
 
+  // The first byte that was never written, which is read as 0; -1 if there is none or the file system cannot tell.
+  int64_t first_gap() const;
+
  private:
   std::string path_;
   int64_t size_ = 0;

@@ -319,6 +319,31 @@ class Data(DataFolder):
                 file.write(text)
             self.assert_exit(parka("data", tokens), 0)
 
+    def test_a_file_that_is_not_all_there_is_warned_of(self):
+        whole = 3 << 16  # bytes; a file system keeps less than some KiB in one piece
+        write_tokens(self.path("part.npy"), whole // 4, seed=7)
+        os.truncate(self.path("part.npy"), whole)
+        with open(self.path("part.npy"), "rb") as file:
+            gap = os.lseek(file.fileno(), 0, os.SEEK_HOLE)
+        if gap == whole:
+            self.skipTest("this file system does not tell what was never written")
+        warning = f"part.npy: was never written at byte {gap}, and has id 0 there; wait until it is whole, or copy it again"
+        config = self.config("run", "bf16", train=[self.path("a.npy"), self.path("part.npy")])
+        config["training"]["steps"] = 4
+        self.assertEqual(self.run_config(config, ranks=2).count(warning), 1)
+        self.assertIn(warning, parka("eval", self.path("run"), "--data", self.path("part.npy")).stderr)
+        self.assertIn(warning, parka("data", self.path("part.npy")).stderr)
+        # Filled, it is other data until the run is told so.
+        write_tokens(self.path("part.npy"), whole // 2, seed=7)
+        config["training"]["steps"] = 8
+        refused = self.train(config)
+        self.assertEqual(refused.returncode, 2)
+        self.assertIn("--accept-mended-data", refused.stderr)
+        self.assertNotIn("never written", refused.stderr)
+        accepted = self.train(config, "--accept-mended-data")
+        self.assert_exit(accepted, 0)
+        self.assertIn('changed since: data.train: "part.npy" holds different bytes', accepted.stderr)
+
     def test_data_command_warns_of_several_tokenizers(self):
         config = tiny_config(self.folder)
         paths = [self.path(name) for name in ("a.npy", "b.npy", "held_out.npy")]

@@ -76,8 +76,10 @@ int run_data(const DataOptions& options) {
   int64_t files = 0, tokens = 0;
   for (const std::string& source : listed.sources) {
     for (const std::string& path : expand_source(source)) {
+      TokenFile file(path, listed.type);
+      warn_of_gaps(file.files(), {});
       const DataStatistics s =
-          data_statistics(TokenFile(path, listed.type), listed.document_end, listed.vocab_size, listed.image_token);
+          data_statistics(std::move(file), listed.document_end, listed.vocab_size, listed.image_token);
       ++files;
       tokens += s.num_tokens;
       if (options.json) {

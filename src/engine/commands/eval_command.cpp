@@ -170,6 +170,7 @@ int run_eval(const EvalOptions& options) {
   }
   check_output(options.predictions, input_files(checkpoint, config));
   warn_of_tokenizers(config, suite);
+  warn_of_gaps({}, suite);
   const std::unique_ptr<Device> device = make_inference_device(config, options.overrides);
   InferenceRun run(*device, checkpoint, config);
   const Evaluated evaluated = evaluate(*device, run, suite, options);

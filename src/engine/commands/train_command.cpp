@@ -105,6 +105,7 @@ class TrainCommand {
         "give all ranks the same files");
     evaluation_.open();
     if (is_first()) warn_of_tokenizers(run_.config(), evaluation_.suite());
+    if (is_first()) warn_of_gaps(run_.data().files(), evaluation_.suite());
     launch_.require_same("what is evaluated on", describe_suite(evaluation_.suite()),
                          "give all ranks the same files");
     describe();

@@ -1,5 +1,7 @@
 #include "engine/evaluation/evaluation_suite.h"
 
+#include <algorithm>
+#include <iterator>
 #include <set>
 
 #include "core/error.h"
@@ -50,6 +52,20 @@ void warn_of_tokenizers(const Config& config, const EvaluationSuite& suite) {
   add(config.data.eval);
   for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) add(set.files);
   warn_of_tokenizers(sources, suite.tasks);
+}
+
+void warn_of_gaps(std::vector<const ReadOnlyFile*> files, const EvaluationSuite& suite) {
+  const auto add = [&](const TokenFiles& more) { std::ranges::copy(more.files(), std::back_inserter(files)); };
+  if (suite.held_out) add(*suite.held_out);
+  for (const EvaluationSuite::Set& set : suite.sets) add(set.files);
+  const auto has_gap = [](const ReadOnlyFile* file) { return file->first_gap() >= 0; };
+  const auto first = std::ranges::find_if(files, has_gap);
+  if (first == files.end()) return;
+  const auto others = std::count_if(first + 1, files.end(), has_gap);
+  log_warning(
+      "{}: was never written at byte {}, and has id 0 there{}; wait until it is whole, or copy it again",
+      (*first)->path(), (*first)->first_gap(),
+      others == 0 ? "" : fmt::format(", as {} other file{} somewhere", others, others == 1 ? " has" : "s have"));
 }
 
 EvaluationSuite open_suite(const Config& config) {

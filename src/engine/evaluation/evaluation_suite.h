@@ -31,6 +31,10 @@ void warn_of_tokenizers(const std::vector<std::string>& sources, const std::vect
 // Of those of `suite`, and of data.train.
 void warn_of_tokenizers(const Config& config, const EvaluationSuite& suite);
 
+// Warns of files with parts that were never written, as those of a copy that is not done, which are read as id 0:
+// of `files` and the token files of `suite`.
+void warn_of_gaps(std::vector<const ReadOnlyFile*> files, const EvaluationSuite& suite);
+
 // A line for each file that distinguishes suites whose files have the same names. All ranks must have the same
 // lines.
 std::string describe_suite(const EvaluationSuite& suite);
