@@ -278,6 +278,28 @@ class Checkpoints(RunFolders):
                 self.assertEqual(len(metrics(self.path("run"))), 8)
                 shutil.rmtree(self.path("run/step_00000006"))
 
+    def test_checkpoints_that_will_be_removed_are_told_of(self):
+        config = tiny_config(self.folder, "fp32", steps=10)
+        config["checkpoint"].update(folder=self.path("kept"), interval=2)
+        self.assert_exit(self.train(config), 0)
+        config["checkpoint"]["keep"] = 2
+        told = f"checkpoint.keep = 2: the older ones of the 5 checkpoints in {self.path('kept')} will be removed; move away what is to stay"
+        self.assertNotIn(told, self.train(config).stderr)  # it has nothing to do, and removes none
+        for steps, is_told in ((11, True), (12, False)):
+            config["training"]["steps"] = steps
+            result = self.train(config)
+            self.assert_exit(result, 0)
+            self.assertEqual(told in result.stderr, is_told)
+            self.assertEqual(checkpoints(self.path("kept")), [f"step_{step:08}" for step in (steps - 1, steps)])
+        # An evaluation that is made up for shows that the weights are sound, and removes older ones, too.
+        config["checkpoint"]["keep"] = 0
+        config["training"]["steps"] = 16
+        self.assert_exit(self.train(config), 0)
+        config["checkpoint"]["keep"] = 2
+        config["evaluation"] = {"sets": [f"more={self.path('a.npy')}"]}
+        self.assertIn("the older ones of the 4 checkpoints in", self.train(config).stderr)
+        self.assertEqual(checkpoints(self.path("kept")), ["step_00000014", "step_00000016"])
+
     def test_another_start_is_ignored_and_not_kept(self):
         self.config["checkpoint"].update(folder=self.path("begun"), init_from=self.path("run"))
         self.config["training"]["steps"] = 6

@@ -256,7 +256,7 @@ class TrainCommand {
     evaluation_is_missing_ = evaluation_.is_missing(step, history.evaluations);
     if (!is_first()) return;
     if (checkpoint) {
-      if (step < config_.training.steps || evaluation_is_missing_) continue_metrics();
+      if (step < config_.training.steps || evaluation_is_missing_) continue_folder();
     } else if (const std::string kept = MetricsLog::begin_anew(metrics_path()); !kept.empty()) {
       log_info("{}: is new; the records of an earlier run, which left no checkpoint, are now in {}", metrics_path(),
                kept);
@@ -276,7 +276,8 @@ class TrainCommand {
     given = kept;
   }
 
-  void continue_metrics() {
+  void continue_folder() {
+    log_removals(config_.checkpoint);
     const int64_t step = run_.completed_steps();
     const auto made_again = evaluation_is_missing_ ? evaluation_.names() : std::set<std::string>();
     const MetricsLog::Truncated result = MetricsLog::truncate_after(metrics_path(), step, made_again);

@@ -6,6 +6,7 @@
 #include "core/error.h"
 #include "core/log/log.h"
 #include "core/memory/host_memory.h"
+#include "engine/checkpoint/checkpoint.h"
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/files/shell_word.h"
 #include "engine/training/progress.h"
@@ -58,6 +59,16 @@ void log_data(const TokenFiles& data, const Config& config) {
     log_info("  {:.3f} %: {}, {} sequences; {:.0f} steps per epoch", 100 * share, config.data.train[i],
              data.source_sequences()[i], sequences / (share * static_cast<double>(batch)));
   }
+}
+
+void log_removals(const CheckpointConfig& config) {
+  const auto found = static_cast<int64_t>(list_checkpoints(config.folder).size());
+  // One more is what a stop between a save and the step behind it leaves.
+  if (config.keep == 0 || found <= config.keep + 1) return;
+  log_warning(
+      "checkpoint.keep = {}: the older ones of the {} checkpoints in {} will be removed; move away what is to stay, "
+      "or set checkpoint.keep=0",
+      config.keep, found, config.folder);
 }
 
 namespace {

@@ -14,6 +14,9 @@ namespace parka {
 // At the start: the size of the model and the memory that is planned for it, and what it trains on.
 void log_model(const TrainingRun& run, const ModelSpeed& speed);
 void log_data(const TokenFiles& data, const Config& config);
+// Where a run goes on that has more checkpoints than it keeps, as after checkpoint.keep was made smaller: warns
+// that the older ones will be removed.
+void log_removals(const CheckpointConfig& config);
 
 // Whether the config ends the run at a step whose loss or gradients are not finite, the last of `skipped_in_a_row`.
 bool ends_run(const Config& config, int64_t skipped_in_a_row);
