@@ -69,6 +69,18 @@ class OnSaved(RunFolder):
         self.assertNotIn("runs for it now", self.train(config).stderr)
         self.assertEqual(self.stored(), ["step_00000008"])
 
+    def test_a_new_run_in_the_folder_does_not_count_as_copied(self):
+        config = self.config(self.copying(), interval=1000)
+        self.assert_exit(self.train(config), 0)
+        folder = config["checkpoint"]["folder"]
+        shutil.rmtree(os.path.join(folder, "step_00000008"))
+        shutil.rmtree(self.path("store/step_00000008"))
+        config["training"]["seed"] = 3
+        without = {**config, "checkpoint": {**config["checkpoint"], "on_saved": "exit 1 # {path}"}}  # as one that is killed with the run
+        self.assert_exit(self.train(without), 0)
+        self.assert_exit(self.train(config), 0)
+        self.assertEqual(tree_digest(self.path("store/step_00000008")), tree_digest(os.path.join(folder, "step_00000008")))
+
     def test_a_command_that_hangs_behind_the_last_step_is_left_when_the_run_is_asked_to_stop(self):
         config = self.config(f"echo $$ > {shlex.quote(self.path('pid'))}; : {{path}}; exec sleep 600", interval=1000)
         run = self.start(config)

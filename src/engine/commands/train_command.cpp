@@ -301,6 +301,7 @@ class TrainCommand {
   }
 
   void start_new_run(const LoadGroup& group) {
+    hook_.begin_anew();
     const std::string& source = config_.checkpoint.init_from;
     if (source.empty()) {
       run_.initialize();

@@ -40,10 +40,15 @@ void RunHook::run(const std::string& path) {
   if (hook_) hook_->run(path);
 }
 
+void RunHook::begin_anew() {
+  if (communicator_.rank() == 0) remove_tree(done_path_);
+}
+
 void RunHook::repeat(const LoadedCheckpoint& checkpoint) {
   if (!hook_) return;
   const std::string name = name_of_folder(checkpoint.path());
   if (file_exists(done_path_) && read_text(done_path_, 4096) == name + "\n") return;
+  remove_tree(done_path_);  // a later one that it may name will be made again
   log_info("{}: {} does not name it, so the command of checkpoint.on_saved runs for it now", name, done_path_);
   hook_->run(checkpoint.path());
 }

@@ -19,6 +19,8 @@ class RunHook {
   RunHook(const CheckpointConfig& config, Communicator& communicator, std::function<void()> waiting);
 
   void run(const std::string& path);
+  // A new run begins in the folder, where one before may have had checkpoints of the same names.
+  void begin_anew();
   // Runs it again for the checkpoint that a run goes on from, unless it has ended well for that: the process may
   // have ended while it ran, and what it copies is a run's only way to another machine.
   void repeat(const LoadedCheckpoint& checkpoint);
