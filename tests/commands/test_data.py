@@ -95,6 +95,19 @@ class Data(DataFolder):
         log = self.run_config(config)
         self.assertIn("b*.npy, 36 sequences; 18 steps per epoch", log)
 
+    def test_a_file_that_a_pattern_matches_more_or_less_is_named(self):
+        os.mkdir(self.path("texts"))
+        for name in ("a", "b"):
+            shutil.copy(self.path(f"{name}.npy"), self.path(f"texts/{name}.npy"))
+        config = self.config("run", "fp32", train=[self.path("texts/*.npy")])
+        self.run_config(config)
+        config["training"]["steps"] += 1
+        shutil.copy(self.path("b.npy"), self.path("texts/c.npy"))
+        self.assertIn('("c.npy" is new: there are 3 files, were 2)', self.train(config).stderr)
+        os.remove(self.path("texts/c.npy"))
+        os.remove(self.path("texts/b.npy"))
+        self.assertIn('("b.npy" is missing: ', self.train(config).stderr)
+
     def test_a_file_that_moves_to_another_source_is_refused(self):
         for name in ("web", "code"):
             os.mkdir(self.path(name))

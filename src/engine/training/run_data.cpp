@@ -51,8 +51,12 @@ std::vector<std::string> file_differences(const nlohmann::json& saved, const nlo
       all.push_back(fmt::format("{} holds different bytes", name));
     }
   }
-  if (saved.size() != now.size())
-    all.push_back(fmt::format("there are {} files, were {}", now.size(), saved.size()));
+  if (saved.size() != now.size()) {
+    const bool has_more = now.size() > saved.size();
+    const nlohmann::json& first = has_more ? now[saved.size()] : saved[now.size()];
+    all.push_back(fmt::format("{} is {}: there are {} files, were {}", first.at("name").dump(),
+                              has_more ? "new" : "missing", now.size(), saved.size()));
+  }
   return all;
 }
 
