@@ -86,6 +86,16 @@ class Fit(unittest.TestCase):
         self.assertIn("Training waits for saves: ", few.stdout)
         self.assertNotIn("to save beside the training", few.stdout)
 
+    def test_little_host_memory_is_used_before_results_change(self):
+        config = os.path.join(os.path.dirname(CONFIG), "llama3-8b.json")
+        # Masters and moments need what offloaded blocks took before them, and with fp32 moments more than 50 GB.
+        for host_memory, others in (("80.8", []), ("50", ["precision.recipe=parka"])):
+            with self.subTest(host_memory):
+                result = parka("plan", config, "--fit", "--json", "--memory-limit", "56", "--host-memory", host_memory)
+                changes = json.loads(result.stdout)["changes"]
+                self.assertIn("optimizer.offload=true", [change["set"] for change in changes])
+                self.assertEqual([change["set"] for change in changes if change["results"] != "same bits"], others)
+
     def test_the_order_is_that_of_the_measurement(self):
         path = os.path.join(ROOT, "docs/results/scaling/llama2-7b.parka.1gpu.json")
         with open(path, encoding="utf-8") as file:

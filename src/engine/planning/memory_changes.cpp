@@ -245,16 +245,14 @@ bool ChosenChanges::add_until(const MemoryBytes& limit) {
   const std::vector<bool> given = chosen_;
   if (!come_within(limit, all())) return false;  // which is soon said
   const std::vector<bool> within = std::exchange(chosen_, given);
+  std::vector<size_t> left_out;
   for (size_t i = 0; i < possible_.size(); ++i) {
-    const std::vector<bool> before = chosen_;
-    choose(i);
-    if (!planned()) leave_out_what_contradicts(i, before);
-    const std::optional<MemoryBytes> bytes = planned();
-    if (!bytes || bytes->host > limit.host) {
-      chosen_ = before;
-    } else if (bytes->gpu <= limit.gpu) {
-      return true;
+    if (!add(i, limit)) {
+      left_out.push_back(i);
+      continue;
     }
+    add_what_saves(left_out, limit);  // change i may have made way: smaller states take less host memory, too
+    if (fit(limit)) return true;
   }
   chosen_ = within;
   if (fit(limit)) return true;
@@ -263,9 +261,19 @@ bool ChosenChanges::add_until(const MemoryBytes& limit) {
   return fit(limit);
 }
 
+// Adds change i, in the place of another if need be. Where it contradicts the others, or takes too much host memory
+// beside them, it is left out.
+bool ChosenChanges::add(size_t i, const MemoryBytes& limit) {
+  const std::vector<bool> before = chosen_;
+  choose(i);
+  const std::optional<MemoryBytes> bytes = planned();
+  if (!bytes || bytes->host > limit.host) make_way_for(i, before, limit);
+  return chosen_[i];
+}
+
 // Changes back to `before` where none of its changes can make way for change i, or where that would not save
 // memory.
-void ChosenChanges::leave_out_what_contradicts(size_t i, const std::vector<bool>& before) {
+void ChosenChanges::make_way_for(size_t i, const std::vector<bool>& before, const MemoryBytes& limit) {
   const std::vector<bool> with = chosen_;
   chosen_ = before;
   const std::optional<MemoryBytes> least = planned();
@@ -274,7 +282,7 @@ void ChosenChanges::leave_out_what_contradicts(size_t i, const std::vector<bool>
     chosen_ = with;
     chosen_[j] = false;
     const std::optional<MemoryBytes> bytes = planned();
-    if (bytes && least && bytes->gpu < least->gpu) return;
+    if (bytes && least && bytes->gpu < least->gpu && bytes->host <= limit.host) return;
   }
   chosen_ = before;
 }

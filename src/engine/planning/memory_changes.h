@@ -59,8 +59,9 @@ class ChosenChanges {
   bool fit(const MemoryBytes& limit) const;
 
   // Adds possible changes from the first on until they fit; false where all are not enough. What contradicts
-  // those before it takes the place of one of them if that saves memory; what takes more host memory than there is
-  // is left out, and in the end what takes more GPU memory than it saves, as buffers of offload in a small model.
+  // those before it, or takes more host memory than they leave, takes the place of one of them if that saves
+  // memory. Otherwise it is left out until later ones make way, and in the end so is what takes more GPU memory
+  // than it saves, as buffers of offload in a small model.
   bool add_until(const MemoryBytes& limit);
   // Takes changes back, or replaces them by earlier ones of the same key, from the last on while the others fit.
   void take_back(const MemoryBytes& limit);
@@ -83,7 +84,8 @@ class ChosenChanges {
   std::vector<size_t> all() const;
   void take_back_what_adds(const std::vector<size_t>& changes, int64_t gpu_limit);
   void add_what_saves(const std::vector<size_t>& changes, const MemoryBytes& limit);
-  void leave_out_what_contradicts(size_t i, const std::vector<bool>& before);
+  bool add(size_t i, const MemoryBytes& limit);
+  void make_way_for(size_t i, const std::vector<bool>& before, const MemoryBytes& limit);
   bool same_key(size_t i, size_t j) const { return possible_[i].key() == possible_[j].key(); }
   bool take_back(size_t i, const MemoryBytes& limit);
 
