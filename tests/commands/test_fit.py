@@ -78,6 +78,11 @@ class Fit(unittest.TestCase):
         text = parka("plan", CONFIG, "--fit", *parka_recipe, "--memory-limit", "55", "--host-memory", "16").stdout
         self.assertRegex(text, r"--set optimizer.gradient=bf16 +# other results: gradients are summed in bf16\n")
 
+    def test_long_sequences_are_shared_which_adds_in_another_order(self):
+        long = ("--set", "data.sequence_length=1048576", "--gpus", "8", "--memory-limit", "141")
+        changes = self.fit(*long)["changes"]
+        self.assertIn("other sums", [change["results"] for change in changes if change["set"].startswith("distributed.context_parallel=")])
+
     def test_host_memory_is_a_limit(self):
         tight = ("--set", "precision.recipe=parka", "--memory-limit", "80")
         self.assertGreater(self.fit(*tight)["host_bytes"], 1e9)
