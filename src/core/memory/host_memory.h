@@ -11,6 +11,9 @@ namespace parka {
 // can be read. A virtual machine whose memory grows on use shows less than it can provide.
 std::optional<int64_t> available_host_bytes();
 
+// What runs leave of it to everything else on the host: no memory is pinned that would leave less.
+inline constexpr int64_t kHostReserveBytes = int64_t{2} << 30;
+
 // The texts of a cgroup's memory.max, memory.current and memory.stat, empty if there are none.
 struct CgroupMemory {
   std::string max, current, stat;

@@ -184,9 +184,10 @@ void add_plan(CLI::App& app, PlanOptions& options) {
                 "where changes that keep every bit are not enough")
       ->needs(&fit);
   command
-      .add_option("--host-memory", options.host_memory_gb,
-                  "Memory of one host for all its GPUs, in GB or with a unit (default: what is free on "
-                  "this host if it has the GPUs, otherwise unlimited)")
+      .add_option(
+          "--host-memory", options.host_memory_gb,
+          "Memory of one host for all its GPUs, in GB or with a unit, of which a run leaves 2 GiB to all else "
+          "(default: what is free on this host if it has the GPUs, otherwise unlimited)")
       ->transform(kGigabytes)
       ->check(kMemory)
       ->needs(&fit)

@@ -34,10 +34,10 @@ MemoryBytes limit_of(const PlanOptions& options) {
   const int64_t gpus = gpus_of_node(options);
   MemoryBytes limit;
   limit.gpu = static_cast<int64_t>(options.memory_limit_gb * 1e9) - context_bytes(options.num_gpus);
-  if (options.host_memory_gb > 0) limit.host = static_cast<int64_t>(options.host_memory_gb * 1e9) / gpus;
-  if (options.host_memory_gb == 0 && num_cuda_devices() >= gpus) {
-    if (const std::optional<int64_t> available = available_host_bytes()) limit.host = *available / gpus;
-  }
+  std::optional<int64_t> host;
+  if (options.host_memory_gb > 0) host = static_cast<int64_t>(options.host_memory_gb * 1e9);
+  if (options.host_memory_gb == 0 && num_cuda_devices() >= gpus) host = available_host_bytes();
+  if (host) limit.host = std::max<int64_t>(0, *host - kHostReserveBytes) / gpus;
   return limit;
 }
 

@@ -20,14 +20,12 @@
 namespace parka::cuda {
 namespace {
 
-// What is left to everything else on the host.
-constexpr int64_t kReserveBytes = int64_t{2} << 30;
 // How long a virtual machine may take to grow.
 constexpr std::chrono::seconds kGrowth{10};
 
 bool has_room(int64_t bytes) {
   const std::optional<int64_t> available = available_host_bytes();
-  return !available || *available >= bytes + kReserveBytes;
+  return !available || *available >= bytes + kHostReserveBytes;
 }
 
 // Has pages made in the memory of the GPU's own socket, as long as there is some: its link is further from that of
