@@ -1,6 +1,9 @@
 #include "engine/commands/device_setup.h"
 
+#include "engine/config/config_io.h"
+#include "engine/config/given_keys.h"
 #include "engine/files/gemm_tuning_file.h"
+#include "engine/planning/gpu_plan.h"
 #include "tests/engine/named_device.h"
 #include "tests/support/catch.h"
 #include "tests/support/refusal.h"
@@ -8,6 +11,49 @@
 
 using namespace parka;
 using namespace parka::test;
+
+namespace {
+
+// A GPU of which so much is free.
+class GpuWithFree : public ForwardingDevice {
+ public:
+  explicit GpuWithFree(int64_t bytes) : bytes_(bytes) {}
+  DeviceKind kind() const override { return DeviceKind::kCuda; }
+  MemoryUse memory_use() const override { return {bytes_, bytes_}; }
+
+ private:
+  int64_t bytes_;
+};
+
+// The overrides of "... --set A --set B".
+std::vector<std::string> overrides_in(const std::string& text) {
+  constexpr std::string_view kSet = "--set ";
+  std::vector<std::string> overrides;
+  for (size_t at = text.find(kSet); at != std::string::npos; at = text.find(kSet, at)) {
+    at += kSet.size();
+    overrides.push_back(text.substr(at, text.find(' ', at) - at));
+  }
+  return overrides;
+}
+
+}  // namespace
+
+TEST_CASE("a run that does not fit is told of changes that leave memory for NCCL", "[engine][memory advice]") {
+  const std::string path = PARKA_SOURCE_DIR "/configs/llama2-7b-parka.json";
+  const GivenConfig given = GivenConfig::read(path, {});
+  const auto planned = [&](const std::vector<std::string>& more, int64_t gpus) {
+    return planned_bytes(given.with(more), gpus);
+  };
+  for (const int64_t gpus : {1, 2}) {
+    const GpuWithFree enough(planned({}, gpus)), little(planned({}, gpus) - 1);
+    CHECK(refusal([&] { check_memory(given.with({}), given, enough, gpus); }).empty());
+    const std::string message = refusal([&] { check_memory(given.with({}), given, little, gpus); });
+    CAPTURE(gpus, message);
+    const std::vector<std::string> changes = overrides_in(message);
+    REQUIRE_FALSE(changes.empty());
+    CHECK(planned(changes, gpus) <= little.memory_use().free_bytes - nccl_bytes(gpus));
+  }
+}
 
 TEST_CASE("heads that are too wide for a GPU are refused before there is one", "[engine][config]") {
   const auto refused = [](const Config& config, DeviceKind device) {

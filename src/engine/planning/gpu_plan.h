@@ -13,7 +13,8 @@ namespace parka {
 // H200 with CUDA 13.0 (docs/results/memory.md), 0.293 and 0.302 GB for models of 1 and 7 billion parameters.
 // NCCL 2.28 took 0.94 to 1.27 GB more on two and four of them, and 0.268 GB are the stacks it needs.
 inline constexpr int64_t kContextBytes = 302'000'000, kNcclBytes = 1'203'000'000;
-inline int64_t context_bytes(int64_t num_gpus) { return kContextBytes + (num_gpus > 1 ? kNcclBytes : 0); }
+inline int64_t nccl_bytes(int64_t num_gpus) { return num_gpus > 1 ? kNcclBytes : 0; }
+inline int64_t context_bytes(int64_t num_gpus) { return kContextBytes + nccl_bytes(num_gpus); }
 
 // What NCCL takes more for the groups of ranks of a run on `num_gpus` GPUs that are neither one rank nor all of
 // them: the shards of distributed.shard_size, the ranks across them, those that share sequences. Two took 0.79 GB
