@@ -400,7 +400,7 @@ class Bench(RunFolder):
         self.assertEqual({wait["for"] for wait in bench["waits"]}, {"states from the host", "states to the host"})
         self.assertGreater(bench["planned_host_bytes"], 0)
         self.assertGreater(bench["resident_host_bytes"], bench["planned_bytes"] + bench["planned_host_bytes"])
-        self.assertRegex(result.stdout, r"host memory +[0-9.]+ GB planned, [0-9.]+ GB resident")
+        self.assertRegex(result.stdout, r"\nmemory +[0-9.]+ GB planned\nhost memory +[0-9.]+ GB planned, [0-9.]+ GB resident")
         plan = parka("plan", self.path("config.json"), "--measured", json_path, "--set", "optimizer.offload=false")
         self.assert_exit(plan, 0)
 

@@ -145,8 +145,9 @@ void print_step(const BenchResult& result, bool roofline) {
   }
   print_power(result);
   std::printf("copy            %9.1f GB/s, read and written\n", 1e-9 * result.ceilings.copy_bandwidth);
-  std::printf("memory          %9.3f GB planned, %.3f GB in use\n",
-              1e-9 * static_cast<double>(result.planned_bytes), 1e-9 * static_cast<double>(result.used_bytes));
+  std::printf("memory          %9.3f GB planned", 1e-9 * static_cast<double>(result.planned_bytes));
+  if (result.used_bytes > 0) std::printf(", %.3f GB in use", 1e-9 * static_cast<double>(result.used_bytes));
+  std::printf("\n");
   if (result.planned_host_bytes > 0) {
     std::printf("host memory     %9.3f GB planned, %.3f GB resident\n",
                 1e-9 * static_cast<double>(result.planned_host_bytes),
