@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "core/log/log.h"
+#include "engine/training/metrics_log.h"
 #include "engine/training/progress.h"
 #include "engine/training/stop_signal.h"
 
@@ -41,9 +42,10 @@ bool RunEvaluation::is_missing(int64_t step, const std::set<std::string>& record
 
 std::set<std::string> RunEvaluation::names() const {
   std::set<std::string> all;
-  if (suite_.held_out) all.insert("data.eval");
-  for (const EvaluationSuite::Set& set : suite_.sets) all.insert("set " + set.name);
-  for (const EvalTask& task : suite_.tasks) all.insert("task " + task.name);
+  if (suite_.held_out) all.insert(evaluated({{"kind", "eval"}}));
+  for (const EvaluationSuite::Set& set : suite_.sets)
+    all.insert(evaluated({{"kind", "eval_set"}, {"set", set.name}}));
+  for (const EvalTask& task : suite_.tasks) all.insert(evaluated({{"kind", "task"}, {"task", task.name}}));
   return all;
 }
 
