@@ -1,4 +1,5 @@
-"""The layers of src/: which folder may include which, and that no folder holds more files than one can overlook."""
+"""The layers of src/: which folder may include which, that a file includes what it uses, and that no folder holds more files than
+one can overlook."""
 import re
 import subprocess
 import sys
@@ -63,6 +64,57 @@ def refused(path, included):
     return None
 
 
+# What a file uses is looked for without a compiler, which would take minutes: names at the beginning of a line in one header
+# alone. Builds that join the files of a folder do not notice that an include is missing.
+NO_CODE = re.compile(r'//[^\n]*|/\*.*?\*/|"(?:\\.|[^"\\\n])*"', re.DOTALL)
+FUNCTION = re.compile(r"^(?:\[\[[^\]]*\]\] )?(?!return|else|throw|using|struct|class)[A-Za-z_][\w:<>,&* ]*?[ &*](\w+)\(", re.MULTILINE)
+TYPE = re.compile(r"^(?:struct|class|enum class) (\w+)(?: final)?(?: : [^{;]*)? \{", re.MULTILINE)
+USE = re.compile(r"(?<![\w.>:~])([A-Za-z_]\w*)(\(|::)")
+# Members, variables and parameters of a name.
+OWN = r"(?:[>&*\w]\s+|[&*]|auto )(?<!return )(?<!throw )(?<!else ){}\b"
+
+
+def code_of(text):
+    return NO_CODE.sub('""', text)
+
+
+def declarations(headers):
+    """The header of each function and type that exactly one of them declares: {(name, what follows its use): header}."""
+    found = {}
+    for header, code in headers.items():
+        for pattern, follows in ((FUNCTION, "("), (TYPE, "::")):
+            for match in pattern.finditer(code):
+                found.setdefault((match[1], follows), set()).add(header)
+    return {use: next(iter(where)) for use, where in found.items() if len(where) == 1}
+
+
+def reached(name, includes, seen=None):
+    seen = {name} if seen is None else seen
+    for included in includes.get(name, ()):
+        if included not in seen:
+            seen.add(included)
+            reached(included, includes, seen)
+    return seen
+
+
+def missing_includes(texts):
+    """Of {path: text} those that use what a header declares and reach it by no include: "PATH uses NAME of HEADER"."""
+    codes = {name: code_of(text) for name, text in texts.items()}
+    includes = {name: INCLUDE.findall(text) for name, text in texts.items()}
+    declared = declarations({name: code for name, code in codes.items() if name.endswith(".h")})
+    wrong = []
+    for name, code in codes.items():
+        reach = reached(name, includes)
+        for use in sorted(set(USE.findall(code))):
+            header = declared.get(use)
+            if header is None or header in reach or refused(name, header) is not None:
+                continue
+            own = re.compile(OWN.format(use[0]))
+            if not any(own.search(codes[other]) for other in reach if other in codes):
+                wrong.append(f"{name} uses {use[0]} of {header}")
+    return wrong
+
+
 def sources():
     return [path for path in sorted(SOURCE.rglob("*")) if path.suffix in (".h", ".cpp", ".cu", ".cuh")]
 
@@ -84,6 +136,24 @@ class Structure(unittest.TestCase):
                                ("data/mixture.h", "nowhere/mixture.h")):
             self.assertIsNotNone(refused(path, included), (path, included))
         self.assertIsNone(refused("engine/training/progress.h", "engine/config/config.h"))
+
+    def test_every_file_includes_what_it_uses(self):
+        texts = {str(path.relative_to(SOURCE)): path.read_text(encoding="utf-8") for path in sources()}
+        texts = {name: text for name, text in texts.items() if name.endswith((".h", ".cpp"))}
+        wrong = missing_includes(texts)
+        self.assertEqual(wrong, [], "\n".join(wrong))
+
+    def test_a_missing_include_is_found(self):
+        texts = {"core/log.h": "void log_it(int x);\n", "core/kind.h": "enum class Kind {\n  kA };\nint count_of(Kind kind) {\n",
+                 "core/both.h": '#include "core/log.h"\n#include "core/kind.h"\n'}
+        uses = {"function": "void f() { log_it(1); }\n", "in an expression": "int f(Kind k) { return count_of(k); }\n",
+                "type": "bool f() { return Kind::kA == Kind::kA; }\n"}
+        for what, code in uses.items():
+            with self.subTest(what):
+                self.assertEqual(len(missing_includes({**texts, "data/a.cpp": code})), 1)
+                self.assertEqual(missing_includes({**texts, "data/a.cpp": '#include "core/both.h"\n' + code}), [])
+        own = "// log_it(1)\nstruct A {\n  void log_it(int);\n  void g() { log_it(1); b.log_it(2); c::log_it(3); }\n};\n"
+        self.assertEqual(missing_includes({**texts, "data/a.cpp": own}), [])
 
     def test_every_file_lies_in_a_layer(self):
         self.assertEqual([str(path) for path in sources() if layer_of(str(path.relative_to(SOURCE))) is None], [])

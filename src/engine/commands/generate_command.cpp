@@ -6,6 +6,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "core/log/log.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/commands/argument_values.h"
 #include "engine/commands/commands.h"

@@ -8,6 +8,7 @@
 #include "engine/config/data_sources.h"
 #include "engine/config/distributed_config.h"
 #include "engine/config/finetune_config.h"
+#include "engine/files/file_io.h"
 #include "kernels/ops/quantize/quantize.h"
 #include "model/activation_offload.h"
 #include "model/parameter_table.h"

@@ -1,5 +1,6 @@
 #include "kernels/ops/gemm/fused_product.h"
 
+#include "kernels/device/device.h"
 #include "kernels/device/product_recorder.h"
 #include "kernels/op/check.h"
 
