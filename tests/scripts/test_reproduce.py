@@ -330,24 +330,12 @@ echo "{{\\"checkpoint\\":\\"$checkpoint\\",\\"loss\\":$loss}}"
                                 text=True, env={key: value for key, value in os.environ.items() if key != "PARKA"})
         self.assertEqual(result.returncode, 0, result.stderr)
 
-    def test_the_page_is_what_is_planned(self):
-        """Memory and batches of docs/results/end_to_end.md, to the printed digit."""
-        page = (ROOT / "docs/results/end_to_end.md").read_text(encoding="utf-8")
-        printed = table("\n".join(line for line in page.split("## One block")[0].splitlines() if line.startswith("|")))
-        planned = self.run_script("end_to_end.sh", self.out)
-        self.assertEqual(len(printed), 32)
-        without_measurements = [row[:12] + row[13:14] for row in printed]
-        self.assertEqual(without_measurements, planned)
-
     def test_what_takes_memory_is_what_is_planned(self):
-        """Figure 1 and table 2 of docs/results/fidelity.md, to the printed digit."""
-        page = (ROOT / "docs/results/fidelity.md").read_text(encoding="utf-8")
         for which in ("figure1", "table2"):
             with self.subTest(which):
                 printed = run("paper_memory.py", which)
                 self.assertEqual(printed.returncode, 0, printed.stderr)
                 self.assertEqual(len(table(printed.stdout)), 9 if which == "figure1" else 7)
-                self.assertIn(printed.stdout, page)
         self.assertNotEqual(run("paper_memory.py", "table3").returncode, 0)
         refused = run("paper_memory.py", "table2", PARKA="/bin/false")
         self.assertNotEqual(refused.returncode, 0)
