@@ -81,16 +81,6 @@ class Docs(unittest.TestCase):
                           if not any((ROOT / folder / name).exists() for folder in ("", "src", "src/kernels"))]
         self.assertEqual(found, [])
 
-    def test_the_example_of_a_config_key_lists_its_files(self):
-        page = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
-        section = page[page.index("\n## A config key\n"):]
-        key = re.search(r"`\w+\.(\w+)` is the example", section)[1]
-        listed = re.findall(r"^\| `([^`]+)` \|", section, re.MULTILINE)
-        files = [*(ROOT / "src").rglob("*.*"), *(ROOT / "tests").rglob("*.cpp"), *(ROOT / "docs").glob("*.md"),
-                 *(ROOT / "configs").glob("*.json")]
-        known = {str(file.relative_to(ROOT)) for file in files if key in file.read_text(encoding="utf-8")}
-        self.assertEqual(known - {"docs/extending.md"}, set(listed))
-
     def test_every_page_is_in_the_index(self):
         index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
         pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/results").glob("*.md")]
