@@ -32,7 +32,7 @@ set(pages ${CMAKE_INSTALL_DOCDIR})
 install(FILES README.md CHANGELOG.md CITATION.cff DESTINATION ${pages})
 install(FILES LICENSE DESTINATION ${pages} RENAME copyright)  # where Debian has licences
 install(FILES LICENSE DESTINATION ${pages})
-install(DIRECTORY docs DESTINATION ${pages} FILES_MATCHING PATTERN "*.md" PATTERN "*.png" PATTERN "scaling" EXCLUDE)
+install(DIRECTORY docs DESTINATION ${pages} FILES_MATCHING PATTERN "*.md" PATTERN "*.png")
 
 set(CPACK_GENERATOR DEB)
 set(CPACK_PACKAGE_NAME parka)

@@ -10,7 +10,7 @@ from parka_runs import parka
 
 ROOT = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..")
 CONFIG = os.path.join(ROOT, "configs", "llama2-7b.json")
-# As docs/results/scaling/llama2-7b.parka.1gpu.json was measured, but for what a fit may change.
+# As tests/fixtures/measured/llama2-7b.parka.json was measured, but for what a fit may change.
 MEASURED = ("--set", "precision.recipe=parka", "--set", "precision.head=compute", "--set", "precision.sampled_amax=false",
             "--set", "precision.group_size=32", "--set", "training.global_batch_size=32")
 
@@ -107,7 +107,7 @@ class Fit(unittest.TestCase):
                 self.assertEqual([change["set"] for change in changes if change["results"] != "same bits"], others)
 
     def test_the_order_is_that_of_the_measurement(self):
-        path = os.path.join(ROOT, "docs/results/scaling/llama2-7b.parka.1gpu.json")
+        path = os.path.join(ROOT, "tests/fixtures/measured/llama2-7b.parka.json")
         with open(path, encoding="utf-8") as file:
             measured = json.load(file)
 
@@ -131,7 +131,7 @@ class Fit(unittest.TestCase):
         self.assertNotIn("precision.offload_blocks", chosen("nothing", *slow_link))
 
     def test_what_was_not_measured_has_no_speed(self):
-        path = os.path.join(ROOT, "docs/results/scaling/llama2-7b.parka.1gpu.json")
+        path = os.path.join(ROOT, "tests/fixtures/measured/llama2-7b.parka.json")
         refused = parka("plan", CONFIG, "--fit", "--measured", path, "--set", "precision.recipe=coat")
         self.assertEqual(refused.returncode, 2)
         self.assertIn("precision.", refused.stderr)

@@ -62,7 +62,7 @@ class Pages(unittest.TestCase):
         for path in PAGES:
             page = path.read_text(encoding="utf-8")
             with tempfile.TemporaryDirectory(prefix="parka-test-") as folder:
-                for name in ("configs", "docs"):
+                for name in ("configs", "tests"):
                     os.symlink(ROOT / name, os.path.join(folder, name))
                 for name, text in files(page):
                     Path(folder, name).write_text(text, encoding="utf-8")
