@@ -119,7 +119,7 @@ struct ModelConfig {
     constexpr IntegerRange dimension{1, kMaxDimension};
     visit("vocab_size", vocab_size,
           "Rows of the embedding table, padding rows included; all take part in the softmax", dimension);
-    visit("d_model", d_model, "Width of the residual stream", dimension);
+    visit("d_model", d_model, "Width of the residual stream, even", dimension);
     visit("num_layers", num_layers, "Transformer blocks", IntegerRange{1, 10000});
     visit("num_heads", num_heads, "Query heads; unless head_dim is given, d_model must be an even multiple of it",
           dimension);
