@@ -26,7 +26,7 @@ set(shared ${CMAKE_INSTALL_DATADIR}/parka)
 install(DIRECTORY configs examples DESTINATION ${shared})
 # Not those that build, test or measure Parka itself.
 install(DIRECTORY scripts DESTINATION ${shared} USE_SOURCE_PERMISSIONS FILES_MATCHING PATTERN "*.py" PATTERN "*.jinja" PATTERN "*.html" PATTERN "requirements.txt"
-  PATTERN "launch.sh" PATTERN "reproduce" EXCLUDE PATTERN "__pycache__" EXCLUDE PATTERN "figures.py" EXCLUDE PATTERN "*_vs_*.py" EXCLUDE)
+  PATTERN "launch.sh" PATTERN "research" EXCLUDE PATTERN "__pycache__" EXCLUDE)
 
 set(pages ${CMAKE_INSTALL_DOCDIR})
 install(FILES README.md CHANGELOG.md CITATION.cff DESTINATION ${pages})

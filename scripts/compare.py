@@ -34,29 +34,18 @@ BAND_POINTS = 100  # of the picture, for each run
 AXES = ("steps", "tokens", "hours")
 
 
-def is_timed(record):
-    """Not so of thinned metrics before thin_metrics.py kept times."""
-    return "wall_seconds" in record or "seconds" in record
-
-
-def known_loss(record):
-    """A mean of scripts/thin_metrics.py that lacks steps is of none that another run could be compared at."""
-    return None if "finite_steps" in record else record.get("loss")
-
-
 class Run:
     def __init__(self, name, run):
         path = metrics_path(run)
         records = read_records(path)
         clock = RunClock()
-        train = [(record["step"], record.get("tokens", 0), hours if is_timed(record) else np.nan, known_loss(record))
+        train = [(record["step"], record.get("tokens", 0), hours, record.get("loss"))
                  for record, hours in zip(records, map(clock.hours, records)) if record.get("kind") == "train"]
         points = [point for point in train if point[3] is not None]
         if not points:
             fail(f"{path}: holds no training steps")
         if len(points) < len(train):
-            warn(f"{path}: {len(train) - len(points):,} of {len(train):,} losses are not finite, or means of fewer steps for that, and are "
-                 "left out")
+            warn(f"{path}: {len(train) - len(points):,} of {len(train):,} losses are not finite, and are left out")
         self.end = train[-1][:3]  # step, tokens, hours
         if any(after[0] <= before[0] for before, after in zip(points, points[1:])):
             fail(f"{path}: its steps do not grow; of files that were rotated join each once, the oldest first")
@@ -90,16 +79,9 @@ def in_gaps(run, known, x):
 def differences(base, run, axis):
     """(x, losses of base, losses of run), both at the x where both are known."""
     base_x, run_x = getattr(base, axis), getattr(run, axis)
-    if spacing(base) != spacing(run):  # a mean of steps is not what the last of them has, which its tokens and hours are of
-        fail(f"{run.name}: steps from loss to loss: {spacing(run):g}, and {spacing(base):g} in {base.name}; thin both "
-             "alike (scripts/thin_metrics.py)")
     if axis == "steps":
         x, of_base, of_run = np.intersect1d(base_x, run_x, assume_unique=True, return_indices=True)
         return x, base.loss[of_base], run.loss[of_run]
-    for each in (base, run):
-        if axis == "hours" and np.isnan(each.hours).any():
-            fail(f"{each.name}: its steps do not say when they ended (an older scripts/thin_metrics.py left that out); thin the run's own "
-                 "metrics again, or compare by --axis tokens")
     both = (base_x >= run_x[0]) & (base_x <= run_x[-1]) & ~in_gaps(run, run_x, base_x)
     return base_x[both], base.loss[both], np.interp(base_x[both], run_x, run.loss)
 

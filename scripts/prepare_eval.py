@@ -14,7 +14,7 @@ how pictures become squares. docs/evaluation.md describes prompts, metrics and t
 image_choice are {"image": NAME or NAMES, "question": TEXT, "choices": [TEXT, ...], "answer": NUMBER or LETTER};
 <image> in the question is where a picture stands, and else they stand in front of it. Their pixels go to the file
 OUT.pixels. Those of text_choice are {"context": TEXT, "choices": [TEXT, ...], "answer": NUMBER}, each choice with the
-white space that it begins with (scripts/make_questions.py makes them). --out appears whole or not at all; an existing
+white space that it begins with (scripts/research/make_questions.py makes them). --out appears whole or not at all; an existing
 file is replaced, and a device or a pipe is written into.
 
 Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.

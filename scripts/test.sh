@@ -2,10 +2,11 @@
 # Builds Parka and runs its tests on this machine. With a GPU the GPU tests run too; without one they say that they are
 # skipped.
 #   scripts/test.sh [--quick] [PRESET] [FOLDER...]
-#   scripts/test.sh                       everything, built with the preset release
+#   scripts/test.sh                       everything but tests/research, built with the preset release
 #   scripts/test.sh asan                  everything with another preset: release, dev, cuda, asan or tsan
 #   scripts/test.sh --quick               what takes less than a minute on two cores, once built
 #   scripts/test.sh kernels model         the tests of these folders of tests/
+#   scripts/test.sh research              those of scripts/research, which measure and compare; minutes
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."
@@ -31,6 +32,7 @@ if [ $# -gt 0 ]; then
   choice+=(--tests-regex "^($(IFS='|' && echo "$*")): ")
   targets=(--target parka "${targets[@]}")  # many tests run it
 fi
+[[ " $* " = *" research "* ]] || choice+=(--label-exclude '^research$')
 
 scripts/setup.sh
 cmake --preset "$preset" >/dev/null

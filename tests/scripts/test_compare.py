@@ -2,7 +2,6 @@
 """Tests of scripts/compare.py. Exits with 77 (skipped) where numpy or matplotlib is missing."""
 import json
 import os
-import resource
 import subprocess
 import sys
 import tempfile
@@ -32,23 +31,6 @@ def correlated(generator, shape, phi):
 
 def train_record(step, loss, tokens_per_step=64, seconds=2.0, **more):
     return {"kind": "train", "step": step, "tokens": tokens_per_step * step, "loss": loss, "seconds": seconds, **more}
-
-
-# Instead of `parka train`: each recipe's loss lies at its place in a list.
-MADE_UP_PROGRAM = f"""#!{sys.executable}
-import json, pathlib, sys
-sets = dict(sys.argv[i + 1].split("=", 1) for i, word in enumerate(sys.argv) if word == "--set")
-loss = 2 + 0.125 * ["bf16", "coat", "parka"].index(sets["precision.recipe"])
-if sets.get("optimizer.master") == "fp24_split":
-    assert sets["training.seed"] == sets["data.seed"]
-    loss += 0.25 * int(sets["training.seed"])
-folder = pathlib.Path(sets["checkpoint.folder"])
-folder.mkdir(parents=True)
-(folder / "config.json").touch()
-(folder / "metrics.jsonl").write_text("".join(json.dumps(dict(
-    kind="train", step=step, tokens=64 * step, loss=loss, grad_norm=1, lr=1, tokens_per_second=1)) + "\\n"
-    for step in range(1, int(sets["training.steps"]) + 1)))
-"""
 
 
 class Statistics(unittest.TestCase):
@@ -147,17 +129,6 @@ class Compare(unittest.TestCase):
             self.assertEqual(result.returncode, 2)
             self.assertRegex(result.stderr, r"^compare.py: error: nope[12]: No such file or directory; give a run folder[^\n]*\n$")
 
-    def test_means_of_steps_are_not_compared_with_steps(self):
-        a, b = self.run_of("a", self.base), self.run_of("b", self.base)
-        thin = self.thinned(b)
-        for axis in compare.AXES:
-            with self.subTest(axis):
-                result = self.compare(a, thin, "--axis", axis)
-                self.assertEqual((result.returncode, result.stdout), (2, ""))
-                self.assertIn("b.thin: steps from loss to loss: 16, and 1 in a; thin both alike", result.stderr)
-                (found,) = self.compared(thin, f"again={thin}", "--axis", axis)
-                self.assertEqual(found["nats"], 0)
-
     def test_runs_of_other_lengths_and_gaps_are_compared_where_both_have_records(self):
         records = [train_record(step, 2.5 if step != 199 else None) for step in range(101, 201)]
         b = self.make_run("b", records)
@@ -226,59 +197,15 @@ class Compare(unittest.TestCase):
                 run = compare.Run(name, str(self.make_run(name, records)))
                 np.testing.assert_allclose(run.hours, run.steps * 36 / 3600)
 
-    def thinned(self, run):
-        thin = self.folder / f"{run.name}.thin"
-        thin.mkdir()
-        subprocess.run([sys.executable, SCRIPTS / "thin_metrics.py", run, "--out", thin / "metrics.jsonl"], check=True)
-        return thin
-
     def test_steps_without_a_finite_loss_make_no_difference(self):
         losses = 5 - np.arange(1, 161) / 100
         base = self.make_run("base", [train_record(step, loss) for step, loss in enumerate(losses, 1)])
         skips = self.make_run("skips", [train_record(step, None if step in (100, 160) else loss) for step, loss in enumerate(losses, 1)])
-        for a, b, left_out in ((base, skips, "2 of 160"), (self.thinned(base), self.thinned(skips), "2 of 10")):
-            with self.subTest(left_out):
-                result = self.compare(a, b, "--last", "1")
-                self.assertEqual(result.returncode, 0, result.stderr)
-                self.assertRegex(result.stderr, rf"^compare.py: warning: .*: {left_out} losses are not finite, or means of fewer steps for that, and are left out\n$")
-                row = result.stdout.splitlines()[2].split()
-                self.assertEqual((row[1:3], row[5]), (["160", "10,240"], "+0.0000"))
-
-    def test_means_of_steps_end_at_the_hours_of_their_last_step(self):
-        def records(with_clock):
-            for start, steps in ((0, range(1, 41)), (40, range(41, 81))):
-                yield {"kind": "start", "step": start, **({"earlier_seconds": 72.0 * start} if with_clock else {})}
-                for step in steps:
-                    yield train_record(step, 5 - step / 100, seconds=36.0, **({"wall_seconds": 72.0 * (step - start)} if with_clock else {}))
-
-        for name, with_clock, seconds in (("a", True, 72.0), ("of_an_older_version", False, 36.0)):
-            with self.subTest(name):
-                run = compare.Run(name, str(self.thinned(self.make_run(name, records(with_clock)))))
-                self.assertEqual(run.steps.tolist(), [16, 32, 48, 64, 80])
-                np.testing.assert_allclose(run.hours, run.steps * seconds / 3600)
-
-    def test_a_file_of_means_is_replaced_whole_or_not_at_all(self):
-        thin = self.thinned(self.run_of("a", self.base[:32])) / "metrics.jsonl"
-        old, other = thin.read_bytes(), self.run_of("b", self.base)
-        limit = (1024, 1024)  # bytes that a file may have, as on a full disk
-        for out, message in ((thin, "File too large"), (thin / "in_a_file", "cannot be made")):
-            result = subprocess.run([sys.executable, SCRIPTS / "thin_metrics.py", other, "--out", out], capture_output=True, text=True,
-                                    preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, limit))
-            self.assertEqual(result.returncode, 4, result.stderr)
-            self.assertRegex(result.stderr, rf"^thin_metrics.py: error: {out}: {message}.*\n$")
-            self.assertEqual((thin.read_bytes(), os.listdir(thin.parent)), (old, [thin.name]))
-
-    def test_steps_without_a_time_are_not_compared_by_hours(self):
-        timed = [train_record(step, 4.0) for step in range(1, 51)]
-        untimed = [{key: record[key] for key in ("kind", "step", "tokens", "loss")} for record in timed]
-        a, b = self.make_run("a", timed), self.make_run("b", [*untimed, {"kind": "eval", "step": 50, "loss": 4.0, "seconds": 9.0}])
-        for runs in ((a, b), (b, a)):
-            result = self.compare(*runs, "--axis", "hours")
-            self.assertEqual((result.returncode, result.stdout), (2, ""))
-            self.assertRegex(result.stderr, "^compare.py: error: b: its steps do not say when they ended.*thin the run's own metrics again.*\n$")
-        result = self.compare(a, b)
-        self.assertEqual((result.returncode, result.stderr), (0, ""))
-        self.assertEqual(result.stdout.splitlines()[2].split()[:4], ["b", "50", "3,200", "4.0000"])  # no hours in between
+        result = self.compare(base, skips, "--last", "1")
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertRegex(result.stderr, "^compare.py: warning: .*skips.*: 2 of 160 .*\n$")
+        row = result.stdout.splitlines()[2].split()
+        self.assertEqual((row[1:3], row[5]), (["160", "10,240"], "+0.0000"))
 
     def test_the_table_has_final_losses_and_differences(self):
         a = self.make_run("a", [train_record(1, 4.0), train_record(2, 2.0), {"kind": "eval", "step": 2, "loss": 2.125}])
@@ -315,32 +242,6 @@ class Compare(unittest.TestCase):
         self.assertAlmostEqual(gap[-1], (self.noise + 0.01)[-101:].mean())
         self.assertGreater(np.mean(np.abs(gap - 0.01) < half), 0.85)
         self.assertLess(half.max(), 0.003)
-
-    def run_gap_script(self, script, *arguments):
-        """The gaps that a script of the folder reproduce reports of made-up runs."""
-        text, program, out = self.folder / "text", self.folder / "parka", self.folder / "out"
-        text.mkdir()
-        (text / "a.txt").write_text("some text\n" * 1000)
-        program.write_text(MADE_UP_PROGRAM)
-        program.chmod(0o755)
-        result = subprocess.run([SCRIPTS / "reproduce" / script, out, text, *arguments], capture_output=True, text=True, env={
-            **os.environ, "PARKA": str(program), "PYTHON": sys.executable, "TOKENS": str(40 * 64 * 2048),
-            "MPLCONFIGDIR": str(self.folder)})
-        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
-        gaps = [json.loads(line) for line in (out / "loss_gap.jsonl").read_text().splitlines()]
-        return [(gap["run"], gap["against"], gap["nats"], gap["steps"]) for gap in gaps]
-
-    def test_the_script_that_measures_recipes_reports_their_gaps(self):
-        self.assertEqual(self.run_gap_script("loss_gap.sh", "coat", "mine=parka,precision.group_size=32"),
-                         [("coat", "bf16", 0.125, [39, 40]), ("mine", "bf16", 0.25, [39, 40])])
-        for picture in ("loss_gap.png", "differences.png"):
-            self.assertTrue((self.folder / "out" / picture).exists())
-
-    def test_the_script_that_measures_masters_reports_the_gap_of_each_seed(self):
-        self.assertEqual(self.run_gap_script("master_gap.sh"), [("fp24_split.1", "fp32_split.1", 0.25, [39, 40]),
-                                                                ("fp24_split.2", "fp32_split.2", 0.5, [39, 40])])
-        tokens = [(self.folder / "out" / seed / "work" / "tokens").resolve() for seed in ("seed1", "seed2")]
-        self.assertEqual(tokens[0], tokens[1])
 
     def test_bad_input(self):
         a, b = self.run_of("a", [4.0, 3.0]), self.run_of("b", [4.0, 3.0])

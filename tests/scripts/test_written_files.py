@@ -118,7 +118,7 @@ class StandardOutput(Folder):
         self.text.write_text('def following(x):\n    """Returns the number that follows another one."""\n    return x + 1\n')
 
     def call(self, **options):
-        command = [sys.executable, SCRIPTS / "make_instructions.py", self.text, "--least-characters", "1", "--out", self.out]
+        command = [sys.executable, SCRIPTS / "research/make_instructions.py", self.text, "--least-characters", "1", "--out", self.out]
         result = subprocess.run(command, stderr=subprocess.PIPE, check=False, timeout=60, **options)
         self.assertEqual((result.returncode, result.stderr.decode()), (0, f"{self.out}: 1 functions\n"))
         self.assertTrue(self.out.is_symlink())
