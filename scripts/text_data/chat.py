@@ -7,6 +7,7 @@ The text is tokenized as a whole. What the assistant says is a target, up to the
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import json
 import os
@@ -35,6 +36,9 @@ MARKERS = {
 }
 # What a message may say beside its content.
 BESIDE_CONTENT = ("tool_calls", "reasoning_content", "thinking")
+# Tags of what is a target, and what may hold the text of one without being one.
+COMMENTS = r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"
+TARGET_TAGS = re.compile(COMMENTS + r"|\{%([-+]?)\s*(?P<tag>(?:end)?generation)\s*([-+]?)%\}", re.DOTALL)
 
 
 class ChatError(Exception):
@@ -75,7 +79,12 @@ def template_texts(path: Path) -> dict[str, str]:
 def without_marks(template: str) -> str:
     """The same text for programs that do not know the tags of targets. What is left of a tag is an empty comment, which takes
     the space around it as the tag did."""
-    return re.sub(r"\{%([-+]?)\s*(?:end)?generation\s*([-+]?)%\}", r"{#\1 \2#}", template)
+    return TARGET_TAGS.sub(lambda found: f"{{#{found[1]} {found[3]}#}}" if found["tag"] else found[0], template)
+
+
+@functools.lru_cache
+def has_marks(template: str) -> bool:
+    return any(found["tag"] for found in TARGET_TAGS.finditer(template))
 
 
 class ChatTemplate:
@@ -155,7 +164,7 @@ class ChatTemplate:
     def _shown(self, messages: list[dict], tools: list | None = None) -> tuple[str, list[Span] | None]:
         """The text, and the targets if the template marks them."""
         template = self._template_for(tools)
-        marks = re.search(r"\{%-?\s*generation\s*-?%\}", template) is not None
+        marks = has_marks(template)
         text, marked = self._render(template, messages, tools, return_assistant_tokens_mask=marks)
         hidden = ["tools"] if tools and self._text_or_none(template, messages, None) == text else []
         hidden += [key for key in BESIDE_CONTENT if self._hides(template, key, text, messages, tools)]
