@@ -34,8 +34,8 @@ MARKERS = {
     "vicuna_v1": ("<s>", "</s>"),
     "plain": (),  # of captions: pictures, and then what is said of them
 }
-# What a message may say beside its content.
-BESIDE_CONTENT = ("tool_calls", "reasoning_content", "thinking")
+# What a message may say beside its content; transformers takes one of the names of reasoning for another.
+BESIDE_CONTENT = (("tool_calls",), ("function_call",), ("reasoning_content", "thinking", "reasoning"))
 # Tags of what is a target, and what may hold the text of one without being one.
 COMMENTS = r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"
 TARGET_TAGS = re.compile(COMMENTS + r"|\{%([-+]?)\s*(?P<tag>(?:end)?generation)\s*([-+]?)%\}", re.DOTALL)
@@ -167,7 +167,10 @@ class ChatTemplate:
         marks = has_marks(template)
         text, marked = self._render(template, messages, tools, return_assistant_tokens_mask=marks)
         hidden = ["tools"] if tools and self._text_or_none(template, messages, None) == text else []
-        hidden += [key for key in BESIDE_CONTENT if self._hides(template, key, text, messages, tools)]
+        for keys in BESIDE_CONTENT:
+            hidden += self._hidden_of(template, keys, text, messages, tools)
+        if unseen := self._unseen(template, text, messages, tools):
+            hidden.append(f"content of message {unseen[0]} ({messages[unseen[0] - 1]['role']})")
         if hidden:
             raise ChatError(
                 f"the chat template shows no {' or '.join(hidden)}; give --chat a template that does, as the model's own, "
@@ -175,15 +178,34 @@ class ChatTemplate:
             )
         return text, marked if marks else None
 
-    def _hides(self, template: str, key: str, text: str, messages: list[dict], tools: list | None) -> bool:
-        """Whether messages say something under the key of which the template shows nothing."""
-        having = [number for number, message in enumerate(messages, 1) if says_something(message.get(key))]
-        without = [{name: value for name, value in message.items() if name != key} for message in messages]
+    def _unseen(self, template: str, text: str, messages: list[dict], tools: list | None) -> list[int]:
+        """The numbers of messages with content that leaves no trace in the text. What a template cuts from the front of content, as
+        earlier reasoning, is no case of that."""
+        saying = [number for number, message in enumerate(messages, 1) if says_something(message.get("content"))]
+
+        def marked(some: list[int], kept: str) -> str | None:
+            changed = [
+                {**message, "content": kept.format(message["content"], f"zq{number}qz")} if number in some else message
+                for number, message in enumerate(messages, 1)
+            ]
+            return self._text_or_none(template, changed, tools)
+
+        together = marked(saying, "{}{}") or ""
+        doubtful = [number for number in saying if f"zq{number}qz" not in together]
+        # A template may ask what the content is, or show another part of it.
+        return [number for number in doubtful if marked([number], "{1}") == text]
+
+    def _hidden_of(self, template: str, keys: tuple[str, ...], text: str, messages: list[dict], tools: list | None) -> list[str]:
+        """The first of the keys under which messages say something, if the template shows nothing of what is under any."""
+        having = [number for number, message in enumerate(messages, 1) if any(says_something(message.get(key)) for key in keys)]
+        without = [{name: value for name, value in message.items() if name not in keys} for message in messages]
         if not having or self._text_or_none(template, without, tools) != text:
-            return False
+            return []
         # Of reasoning a template may show only that of the last turn.
         last = having[-1]
-        return self._text_or_none(template, without[:last], tools) == self._text_or_none(template, messages[:last], tools)
+        if self._text_or_none(template, without[:last], tools) != self._text_or_none(template, messages[:last], tools):
+            return []
+        return [next(key for key in keys if says_something(messages[last - 1].get(key)))]
 
     def _text_or_none(self, template: str, messages: list[dict], tools: list | None) -> str | None:
         """None if the template refuses the messages, as it may without the calls to which a tool replies."""

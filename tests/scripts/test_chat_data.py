@@ -137,7 +137,7 @@ class Templates(unittest.TestCase):
             marked("chatml", DIALOGUE[1:4] + thinking[4:]),
         )
         with self.assertRaisesRegex(ChatError, "mark them in it with {% generation %}"):
-            marked(self.config("{{ messages | length }}"), DIALOGUE)
+            marked(self.config("{{ messages | length }}{{ messages | map(attribute='content') | join }}"), DIALOGUE)
 
     def test_what_the_template_does_not_show_is_refused(self):
         thinking = [QUESTION[0], QUESTION[1] | {"thinking": "Hm."}]
@@ -225,15 +225,15 @@ class Templates(unittest.TestCase):
     def test_expressions_of_transformers_are_there(self):
         source = (
             "{% for m in messages %}{% if loop.index > 1 %}{% break %}{% endif %}{{ m | tojson }}{% endfor %}"
-            "{{ strftime_now('%Y') | length }}{% generation %}<&>{% endgeneration %}"
+            "{{ strftime_now('%Y') | length }}{% generation %}<&>{{ messages[1].content }}{% endgeneration %}"
         )
         messages = [{"role": "user", "content": "<é&>"}, {"role": "assistant", "content": "b"}]
-        self.assertEqual(marked(self.config(source), messages), '{"role": "user", "content": "<é&>"}4{<&>}')
+        self.assertEqual(marked(self.config(source), messages), '{"role": "user", "content": "<é&>"}4{<&>b}')
 
     def test_the_text_without_marks_is_the_same(self):
         for opened, closed in (("{% generation %}", "{% endgeneration %}"), ("{%- generation -%}", "{%- endgeneration -%}"),
                                ("{%generation%}", "{%+ endgeneration +%}"), ("{%-generation %}", "{% endgeneration-%}")):
-            source = f"a \n  {opened}\n b \n  {closed} \n c"
+            source = f"a \n  {opened}\n b \n  {closed} \n c{{{{ messages[0].content }}}}"
             with self.subTest(source=source):
                 plain = without_marks(source)
                 self.assertNotIn("generation", plain)

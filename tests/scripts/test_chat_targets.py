@@ -83,6 +83,46 @@ class Targets(Preparation):
             self.refuse(word, path, "--chat", template, "--sequence-length", 512)
 
 
+class Content(Targets):
+    """Content of messages that leaves no trace in the text."""
+
+    def test_it_is_refused_by_its_number_and_role(self):
+        two = [{"role": "system", "content": "Be brief."}, {"role": "system", "content": "Be kind."}, user("hi"), assistant("hello")]
+        only = "{% for message in messages if message.role in ROLES %}"
+        without = PLAIN.replace("{% for message in messages %}", only)
+        first = PLAIN.replace(CONTENT, "message['role'] + '\n' + (message.content if message.role != 'system' or loop.first else '')")
+        calls = CALLS.replace("ARGUMENTS", "1").replace("{{ m.content }}", "{{ m.content if not m.tool_calls else '' }}")
+        for chat, template, words in (
+            (two, without.replace("ROLES", "['user', 'assistant']"), "message 1 (system)"),
+            (two, first, "message 2 (system)"),
+            ([user("hi"), {"role": "developer", "content": "Hm."}, assistant("hello")], without.replace("ROLES", "['user', 'assistant']"),
+             "message 2 (developer)"),
+            (calling({}), CALLS.replace("{% for m in messages %}", "{% for m in messages if m.role != 'tool' %}").replace("ARGUMENTS", "1"),
+             "message 3 (tool)"),
+            (calling({}, "Let me see."), calls, "message 2 (assistant)"),
+            ([user("hi"), assistant("hello"), user("assistant")], PLAIN.replace("messages %}", "messages if message == messages[0] or message.role != 'user' %}"),
+             "message 3 (user)"),
+        ):
+            with self.subTest(words=words, template=template):
+                self.refuse_record(chat, {}, f"shows no content of {words}", template=template)
+
+    def test_other_forms_of_it_are_fine(self):
+        system = {"role": "system", "content": " Be 'brief'.\n"}
+        for change in ("| trim", "| tojson", "| upper", "| replace('e', 'f')", ".split('</think>')[-1]"):
+            with self.subTest(change=change):
+                template = PLAIN.replace("message['content']", f"message['content'] {change}")
+                chat = [system, user(" hi"), assistant("<think>\nHm</think>a"), {"role": "tool", "content": " "}, assistant("<think>\nHm</think>b")]
+                self.assertIn("b", self.targets([{"messages": chat}], template).lower())
+
+    def test_other_names_of_calls_and_reasoning_are_refused_too(self):
+        for key, value in (("function_call", {"name": "weather", "arguments": "{}"}), ("reasoning", "Hm."), ("thinking", "Hm.")):
+            with self.subTest(key=key):
+                self.refuse_record([user("hi"), assistant("hello!", **{key: value})], {}, f"shows no {key}")
+        twice = [user("hi"), assistant("2", reasoning="Hm.", reasoning_content="Hm.", thinking="Hm.")]
+        shown = PLAIN.replace("message['content']", "(message.reasoning_content | default('')) + message['content']")
+        self.assertEqual(self.targets([{"messages": twice}], shown), "Hm.2<|im_end|>")
+
+
 class Marks(Targets):
     """Tags of targets in comments."""
 
