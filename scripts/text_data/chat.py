@@ -13,14 +13,14 @@ import json
 import os
 import re
 from pathlib import Path
-from typing import Iterator
+from typing import Callable, Iterator
 
 import numpy as np
 
 from python_packages import advice
 
 from .common import InputError, one_line
-from .readers import in_one_form
+from .conversations import in_one_form
 from .special_tokens import special_tokens_of, tokenizer_config
 from .tokenizer import Span
 
@@ -39,6 +39,8 @@ BESIDE_CONTENT = (("tool_calls",), ("function_call",), ("reasoning_content", "th
 # Tags of what is a target, and what may hold the text of one without being one.
 COMMENTS = r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"
 TARGET_TAGS = re.compile(COMMENTS + r"|\{%([-+]?)\s*(?P<tag>(?:end)?generation)\s*([-+]?)%\}", re.DOTALL)
+# Arguments of a call by which it shows how a template writes them.
+PROBE = {"parka": "probe"}
 
 
 class ChatError(Exception):
@@ -148,7 +150,7 @@ class ChatTemplate:
         if conversation == words:
             return of_words
         try:
-            shown = self._shown(**conversation)
+            shown = self._shown(self._as_shown(**conversation), conversation.get("tools"))
         except ChatError as error:
             raise InputError(f"{place}: {error}")
         with contextlib.suppress(ChatError, InputError):  # a template may need what the words alone do not have
@@ -158,8 +160,24 @@ class ChatTemplate:
 
     def text_and_spans(self, messages: list[dict], tools: list | None = None) -> tuple[str, list[Span]]:
         """The text of a conversation, and where in it the targets are."""
+        messages = self._as_shown(messages, tools)
         text, marked = self._shown(messages, tools)
         return text, list(self._assistant_spans(text, messages, tools)) if marked is None else marked
+
+    def _as_shown(self, messages: list[dict], tools: list | None = None) -> list[dict]:
+        """As the template takes them: the arguments of calls are objects, of which each template writes JSON in its own way, unless it
+        is for a text of JSON, since it refuses objects or writes them as Python does."""
+        if not any(message.get("tool_calls") for message in messages):
+            return messages
+        as_objects, probing, as_texts = (
+            [with_arguments(message, change) for message in messages] for change in (arguments_of, lambda call: PROBE, text_of_arguments)
+        )
+        template = self._template_for(tools)
+        probed = self._text_or_none(template, probing, tools)
+        if probed is None:  # it may need those that are there
+            probed = self._text_or_none(template, as_objects, tools)
+        takes_objects = probed is not None and str(PROBE) not in probed
+        return as_objects if takes_objects or self._text_or_none(template, as_texts, tools) is None else as_texts
 
     def _shown(self, messages: list[dict], tools: list | None = None) -> tuple[str, list[Span] | None]:
         """The text, and the targets if the template marks them."""
@@ -290,6 +308,37 @@ class ChatTemplate:
 
 def says_something(value: object) -> bool:
     return bool(value.strip() if isinstance(value, str) else value)
+
+
+def with_arguments(message: dict, change: Callable[[dict], object]) -> dict:
+    """The message with the arguments of its calls changed."""
+    calls = message.get("tool_calls")
+    if not calls:
+        return message
+    return {**message, "tool_calls": [changed_call(call, change) for call in calls]}
+
+
+def changed_call(call: object, change: Callable[[dict], object]) -> object:
+    """Of a call as OpenAI's, or of its function alone."""
+    if isinstance(call, dict) and isinstance(call.get("function"), dict):
+        return {**call, "function": changed_call(call["function"], change)}
+    return {**call, "arguments": change(call)} if isinstance(call, dict) and "arguments" in call else call
+
+
+def arguments_of(call: dict) -> object:
+    """The object that they are, or that their text holds."""
+    arguments = call["arguments"]
+    if not isinstance(arguments, str):
+        return arguments
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(found := json.loads(arguments or "{}"), dict):
+            return found
+    raise ChatError(f'the "arguments" of a call of {call.get("name")} are a text that is not JSON of an object; fix it or leave it out')
+
+
+def text_of_arguments(call: dict) -> object:
+    arguments = call["arguments"]
+    return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
 
 
 def spelled_out_markers(name: str, tokenizer) -> list[str]:

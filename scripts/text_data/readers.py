@@ -13,7 +13,6 @@ import gzip
 import io
 import json
 import os
-import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +21,7 @@ from typing import BinaryIO, Callable, Iterable, Iterator
 from python_packages import advice
 
 from .common import InputError, one_line, refuse_address, refuse_to_replace
+from .conversations import bytes_of, conversation_of, kind_of
 
 # Bounds the memory: a document is tokenized as a whole.
 MAX_DOCUMENT_BYTES = 64 * 2**20
@@ -286,24 +286,10 @@ def load_json(line: bytes) -> tuple[object, bool]:
         return json.loads(line.decode("utf-8-sig", "surrogateescape")), False
 
 
-def bytes_of(text: str, is_utf8: bool) -> bytes:
-    """JSON can spell half of a surrogate pair, which no UTF-8 text can hold: it becomes a question mark. Without `is_utf8`
-    U+DC80 to U+DCFF become the bad bytes that they stand for."""
-    if is_utf8:
-        return text.encode("utf-8", "replace")
-    return re.sub(r"[\ud800-\udc7f\udd00-\udfff]", "?", text).encode("utf-8", "surrogateescape")
-
-
 def refuse_utf16(file: io.BufferedReader | gzip.GzipFile, path: Path) -> None:
     """Of records. Plain text in UTF-16 has zero bytes, and counts as binary."""
     if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
         raise InputError(f"{path}: is in UTF-16; make it UTF-8 (iconv -f UTF-16 -t UTF-8)")
-
-
-def kind_of(value: object) -> str:
-    """What a message calls a value that is not text. A table has more types than JSON, as dates and bytes."""
-    names = {type(None): "null", bool: "true or false", int: "a number", float: "a number", list: "an array", dict: "an object"}
-    return names.get(type(value), f"of type {type(value).__name__}")
 
 
 def holds_json(file: BinaryIO, any_json: bool) -> bool:
@@ -402,37 +388,3 @@ def without_nulls(value: object) -> object:
     if isinstance(value, dict):
         return {key: without_nulls(item) for key, item in value.items() if item is not None}
     return [without_nulls(item) for item in value] if isinstance(value, list) else value
-
-
-def conversation_of(record: object, place: str, is_utf8: bool = True) -> bytes:
-    """The checked messages of a record {"messages": [{"role": ..., "content": ...}, ...]}, with its tools if it has any,
-    as JSON in one form. Keys without a value are left out, as tables have them."""
-    messages = record.get("messages") if isinstance(record, dict) else None
-    if not isinstance(messages, list) or not messages:
-        raise InputError(f'{place}: has no list "messages" with a message in it; --chat wants one conversation per record')
-    for number, message in enumerate(messages, 1):
-        # A call of tools may have no words.
-        keys = ("role",) if isinstance(message, dict) and message.get("tool_calls") else ("role", "content")
-        if not isinstance(message, dict) or not all(isinstance(message.get(key), str) for key in keys):
-            raise InputError(f'{place}: message {number} has no strings "role" and "content"; fix it or leave it out')
-    kept = {"messages": [{key: value for key, value in m.items() if value is not None} for m in messages]}
-    if (tools := tools_of(record, place)) is not None:
-        kept["tools"] = tools
-    return in_one_form(kept, is_utf8)
-
-
-def in_one_form(conversation: dict, is_utf8: bool = True) -> bytes:
-    return bytes_of(json.dumps(conversation, ensure_ascii=False), is_utf8)
-
-
-def tools_of(record: dict, place: str) -> list | None:
-    """The tools of a record: a list, or a text of JSON with one, as tables have whose tools are of different forms."""
-    tools = record.get("tools")
-    try:
-        if isinstance(tools, str):
-            tools = json.loads(tools) if tools.strip() else None
-    except (ValueError, RecursionError) as error:
-        raise InputError(f'{place}: its "tools" are a text that is not JSON ({one_line(error)}); give a list, or JSON of one')
-    if tools is not None and not isinstance(tools, list):
-        raise InputError(f'{place}: its "tools" are {kind_of(tools)}; give a list, or JSON of one')
-    return tools

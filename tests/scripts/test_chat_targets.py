@@ -122,6 +122,68 @@ class Content(Targets):
         shown = PLAIN.replace("message['content']", "(message.reasoning_content | default('')) + message['content']")
         self.assertEqual(self.targets([{"messages": twice}], shown), "Hm.2<|im_end|>")
 
+    def test_parts_of_text_are_joined(self):
+        parts = [{"type": "text", "text": "a b"}, {"type": "text", "text": "c"}]
+        for table in (False, True):
+            for chat in ([user([{"type": "text", "text": "hi"}]), assistant(parts)], [user(parts), assistant([*parts[:1]])],
+                         [{"role": "system", "content": parts}, user(parts), assistant(parts)]):
+                joined = [m | {"content": "".join(part["text"] for part in m["content"])} for m in chat]
+                self.targets([{"messages": chat}], table=table)
+                ids = self.ids()
+                self.targets([{"messages": joined}])
+                self.assertEqual(ids, self.ids())
+        for part, word in (({"type": "image_url", "image_url": {"url": "a.png"}}, "image_url"), ("words", "a text"),
+                           ({"type": "text", "text": None}, "of type text"), ({"text": "a"}, "an object")):
+            with self.subTest(part=part):
+                self.refuse_record([user([*parts, part]), assistant("a")], {}, "message 1 has content in parts, and part 3 is ", word)
+
+
+class Calls(Targets):
+    """Arguments of calls, as objects and as JSON in strings."""
+
+    def test_both_forms_give_the_same_text(self):
+        objects = {"city": "Paris", "in": [1, {"é": None}]}
+        as_json = json.dumps(objects, ensure_ascii=False)
+        for written, want in (
+            ("call.function.arguments | tojson", as_json),
+            ("call.function | tojson", json.dumps({"name": "weather", "arguments": objects}, ensure_ascii=False)),
+            ("call.function.arguments if call.function.arguments is string else call.function.arguments | tojson", as_json),
+            ("call.function.arguments | items | map('first') | join", "cityin"),
+            ("call.function.arguments", as_json),
+            ("'' + call.function.arguments", as_json),
+        ):
+            for arguments in (objects, as_json):
+                for table in (False, True) if isinstance(arguments, str) else (False,):
+                    with self.subTest(written=written, arguments=arguments, table=table):
+                        template = CALLS.replace("ARGUMENTS", written)
+                        targets = self.targets([{"messages": calling(arguments)}], template, table)
+                        self.assertEqual(targets, f"[weather {want}]<|im_end|>It rains.<|im_end|>")
+
+    def test_the_text_of_a_template_for_texts_is_that_of_the_data(self):
+        for arguments in ('{"city":"Paris"}', '{ "city": "Paris" }', "{}"):
+            for written in ("call.function.arguments", "call.function.arguments + ''"):
+                with self.subTest(arguments=arguments, written=written):
+                    targets = self.targets([{"messages": calling(arguments)}], CALLS.replace("ARGUMENTS", written))
+                    self.assertTrue(targets.startswith(f"[weather {arguments}]"), targets)
+
+    def test_calls_may_be_a_text_of_json(self):
+        chat = calling({"city": "Paris"})
+        as_text = [m | {"tool_calls": json.dumps(m["tool_calls"])} if "tool_calls" in m else m for m in chat]
+        template = CALLS.replace("ARGUMENTS", "call.function.arguments | tojson")
+        want = self.targets([{"messages": chat}], template)
+        for table in (False, True):
+            self.assertEqual(self.targets([{"messages": as_text}], template, table), want)
+
+    def test_calls_that_are_none_are_refused(self):
+        template = CALLS.replace("ARGUMENTS", "call.function.arguments | tojson")
+        for arguments in ("{city: Paris", "[1]", '"{}"'):
+            with self.subTest(arguments=arguments):
+                self.refuse_record(calling(arguments), {}, '"arguments"', "weather", template=template)
+        for calls in ({"name": "weather"}, "weather()", '{"name": "weather"}'):
+            with self.subTest(calls=calls):
+                chat = [user("Weather?"), {"role": "assistant", "tool_calls": calls}]
+                self.refuse_record(chat, {}, 'message 2: its "tool_calls" are ', template=template)
+
 
 class Marks(Targets):
     """Tags of targets in comments."""
