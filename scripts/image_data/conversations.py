@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Iterator
 
 from text_data.common import InputError, one_line
+from text_data.conversations import TRAIN, is_target
 from text_data.readers import InputFile, Reading, refuse_utf16
 
 PLACEHOLDER = "<image>"
@@ -110,9 +111,10 @@ def messages_of(record: dict, place: str) -> list[dict]:
     )
     if not fine:
         raise InputError(
-            f'{place}: has no list "conversations" of objects with "from" ({", ".join(ROLES)}) and "value"; fix it'
+            f'{place}: has no list "conversations" of objects with "from" ({", ".join(ROLES)}) and a text "value"; fix it'
         )
-    messages = [{"role": ROLES[turn["from"]], "content": turn["value"]} for turn in turns]
+    is_for_training = is_target(record, f"{place}: the record", may_be=True)
+    messages = [message_of(turn, f"{place}: turn {number}", is_for_training) for number, turn in enumerate(turns, 1)]
     said = 1 if messages and messages[0]["role"] == "system" else 0
     if len(messages) > said and messages[said]["role"] == "assistant":
         del messages[said]  # as LLaVA does
@@ -120,6 +122,13 @@ def messages_of(record: dict, place: str) -> list[dict]:
     if not roles or any(role != ("user", "assistant")[number % 2] for number, role in enumerate(roles)):
         raise InputError(f"{place}: human and gpt do not speak in turn; fix it or leave it out")
     return messages
+
+
+def message_of(turn: dict, place: str, is_for_training: bool) -> dict:
+    message = {"role": ROLES[turn["from"]], "content": turn["value"]}
+    is_of_assistant = message["role"] == "assistant"
+    counts = is_target(turn, place, may_be=is_of_assistant) and is_for_training
+    return message if counts or not is_of_assistant else message | {TRAIN: False}
 
 
 def with_images_first(text: str) -> str:

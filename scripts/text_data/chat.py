@@ -20,7 +20,7 @@ import numpy as np
 from python_packages import advice
 
 from .common import InputError, one_line
-from .conversations import in_one_form
+from .conversations import TRAIN, in_one_form
 from .special_tokens import special_tokens_of, tokenizer_config
 from .tokenizer import Span
 
@@ -149,24 +149,36 @@ class ChatTemplate:
         of_words = hashlib.blake2b(in_one_form(words), digest_size=16).digest()
         if conversation == words:
             return of_words
+        excluded = [number for number, message in enumerate(conversation["messages"]) if not counts(message)]
         try:
             shown = self._shown(self._as_shown(**conversation), conversation.get("tools"))
         except ChatError as error:
             raise InputError(f"{place}: {error}")
         with contextlib.suppress(ChatError, InputError):  # a template may need what the words alone do not have
-            if self._shown(**words) == shown:
+            if not excluded and self._shown(**words) == shown:
                 return of_words
-        return of_words[:8] + hashlib.blake2b(json.dumps(shown).encode(), digest_size=8).digest()
+        known = [*shown, excluded] if excluded else shown
+        return of_words[:8] + hashlib.blake2b(json.dumps(known).encode(), digest_size=8).digest()
 
     def text_and_spans(self, messages: list[dict], tools: list | None = None) -> tuple[str, list[Span]]:
         """The text of a conversation, and where in it the targets are."""
-        messages = self._as_shown(messages, tools)
+        given, messages = messages, self._as_shown(messages, tools)
         text, marked = self._shown(messages, tools)
-        return text, list(self._assistant_spans(text, messages, tools)) if marked is None else marked
+        spans = list(self._assistant_spans(text, messages, tools)) if marked is None else marked
+        turns = [counts(message) for message in given if message["role"] == "assistant"]
+        if all(turns):
+            return text, spans
+        if len(spans) != len(turns):
+            raise ChatError(
+                f"the chat template marks {len(spans)} parts with {{% generation %}}, and the assistant speaks {len(turns)} times, so that "
+                "those cannot be told apart that the data exclude from the loss; mark each once"
+            )
+        return text, [span for span, is_target in zip(spans, turns) if is_target]
 
     def _as_shown(self, messages: list[dict], tools: list | None = None) -> list[dict]:
         """As the template takes them: the arguments of calls are objects, of which each template writes JSON in its own way, unless it
         is for a text of JSON, since it refuses objects or writes them as Python does."""
+        messages = [{key: value for key, value in message.items() if key != TRAIN} for message in messages]
         if not any(message.get("tool_calls") for message in messages):
             return messages
         as_objects, probing, as_texts = (
@@ -308,6 +320,11 @@ class ChatTemplate:
 
 def says_something(value: object) -> bool:
     return bool(value.strip() if isinstance(value, str) else value)
+
+
+def counts(message: dict) -> bool:
+    """Whether what it says is a target, if it is the assistant's."""
+    return message.get(TRAIN, True)
 
 
 def with_arguments(message: dict, change: Callable[[dict], object]) -> dict:

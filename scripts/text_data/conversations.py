@@ -7,6 +7,14 @@ import re
 
 from .common import InputError, one_line
 
+# Keys under which other tools say whether a message, or a whole record, counts in the loss. Their value is true or false, or 1 or 0.
+COUNTS = ("weight", "loss_weight", "loss_scale", "loss", "loss_mask", "step_loss_mask", "train", "training", "trainable")
+MASKED = "masked"  # true where it does not count
+PARTS_COUNT = ("train_detail", "training_detail")  # of parts of a message
+TARGETS_KEYS = (*COUNTS, MASKED, *PARTS_COUNT)
+# What a checked message says if none of it is a target; the others do not have it.
+TRAIN = "train"
+RECORD_KEYS = ("messages", "tools", *TARGETS_KEYS)
 # Lists of messages in other forms, for advice.
 OTHER_FORMS = {"conversations": "ShareGPT's", "instruction": "Alpaca's"}
 
@@ -22,17 +30,18 @@ def conversation_of(record: object, place: str, is_utf8: bool = True) -> bytes:
             f'{place}: has no list "messages" with a message in it; --chat wants one conversation per record; {advice} docs/data.md has '
             "commands of jq (Fine-tuning: masks and documents)"
         )
-    kept = {"messages": [message_of(m, f"{place}: message {number}") for number, m in enumerate(messages, 1)]}
+    is_for_training = is_target(record, f"{place}: the record", may_be=True)
+    kept = {"messages": [message_of(m, f"{place}: message {number}", is_for_training) for number, m in enumerate(messages, 1)]}
     if (tools := list_of(record, "tools", f"{place}: its")) is not None:
         kept["tools"] = tools
     return in_one_form(kept, is_utf8)
 
 
-def message_of(message: object, place: str) -> dict:
-    """With content in one text, and calls of tools as a list."""
+def message_of(message: object, place: str, is_for_training: bool) -> dict:
+    """With content in one text, calls of tools as a list, and TRAIN false where it is no target though the assistant's."""
     if not isinstance(message, dict):
         raise InputError(f'{place} has no strings "role" and "content"; fix it or leave it out')
-    kept = {key: value for key, value in message.items() if value is not None}
+    kept = {key: value for key, value in message.items() if value is not None and key not in TARGETS_KEYS}
     if isinstance(kept.get("content"), list):
         kept["content"] = text_of_parts(kept["content"], place)
     if kept.get("tool_calls"):
@@ -41,6 +50,9 @@ def message_of(message: object, place: str) -> dict:
     keys = ("role",) if kept.get("tool_calls") and "content" not in kept else ("role", "content")
     if not all(isinstance(kept.get(key), str) for key in keys):
         raise InputError(f'{place} has no strings "role" and "content"; fix it or leave it out')
+    is_of_assistant = kept["role"] == "assistant"
+    if not is_target(message, place, may_be=is_of_assistant) or not is_for_training:
+        kept |= {TRAIN: False} if is_of_assistant else {}
     return kept
 
 
@@ -52,6 +64,36 @@ def text_of_parts(parts: list, place: str) -> str:
             what = f"of type {kind}" if isinstance(kind, str) else kind_of(part)
             raise InputError(f'{place} has content in parts, and part {number} is {what}, not {{"type": "text", "text": ...}}; leave it out')
     return "".join(part["text"] for part in parts)
+
+
+def is_target(said: dict, place: str, may_be: bool) -> bool:
+    """Whether a message or a record counts in the loss as its keys say, if any of them does. Where it cannot be a target, as what a
+    user says, none may say so."""
+    for key in PARTS_COUNT:
+        if said.get(key):
+            raise InputError(f'{place} has "{key}", which is of parts of a message, and all of one counts or none; leave the key out')
+    answers = {key: flag_of(said[key], key, place) for key in COUNTS if said.get(key) is not None}
+    if said.get(MASKED) is not None:
+        answers[MASKED] = not flag_of(said[MASKED], MASKED, place)
+    if len(set(answers.values())) > 1:
+        keys = " and ".join(f'"{key}"' for key in answers)
+        raise InputError(f"{place} has {keys}, which contradict each other; leave one of them out")
+    for key, answer in answers.items():
+        if answer and not may_be:
+            value = json.dumps(said[key])
+            raise InputError(
+                f'{place} has "{key}": {value}, but only what the assistant says can be a target; leave the key out of other messages'
+            )
+    return all(answers.values())
+
+
+def flag_of(value: object, key: str, place: str) -> bool:
+    if isinstance(value, (bool, int, float)) and value in (0, 1):
+        return bool(value)
+    raise InputError(
+        f'{place} has "{key}": {json.dumps(value, default=str)}, and a message counts in the loss or does not; give true or false, or '
+        "leave the key out, or rename it if it says something else"
+    )
 
 
 def list_of(said: dict, key: str, place: str) -> list | None:

@@ -21,7 +21,7 @@ from typing import BinaryIO, Callable, Iterable, Iterator
 from python_packages import advice
 
 from .common import InputError, one_line, refuse_address, refuse_to_replace
-from .conversations import bytes_of, conversation_of, kind_of
+from .conversations import RECORD_KEYS, bytes_of, conversation_of, kind_of
 
 # Bounds the memory: a document is tokenized as a whole.
 MAX_DOCUMENT_BYTES = 64 * 2**20
@@ -245,7 +245,7 @@ class InputFile:
     def _table_documents(self, kind: str) -> Iterator[bytes]:
         """The rows of a Parquet file or an Arrow table."""
         pyarrow = import_pyarrow(self.path, FORMAT_NAMES[kind])
-        fields = ["messages", "tools"] if self._reading.chat else [self._reading.field]
+        fields = list(RECORD_KEYS) if self._reading.chat else [self._reading.field]
         if fields == [None]:
             raise InputError(f"{self.path}: is {FORMAT_NAMES[kind]}; name the column of its text with --jsonl-field")
         self._raw = open(self.path, "rb")

@@ -83,6 +83,76 @@ class Targets(Preparation):
             self.refuse(word, path, "--chat", template, "--sequence-length", 512)
 
 
+class Counting(Targets):
+    """Keys of messages and records that say what counts in the loss."""
+
+    def test_replies_that_do_not_count_are_no_targets(self):
+        no = [{"weight": 0}, {"weight": 0.0}, {"train": False}, {"training": False}, {"trainable": False}, {"loss": False},
+              {"loss_mask": 0}, {"step_loss_mask": 0}, {"masked": True}, {"weight": 0, "train": False}]
+        yes = [{"weight": 1}, {"weight": 1.0}, {"train": True}, {"loss": None}, {"masked": False}, {}]
+        good = "a good one<|im_end|>"
+        for template in ("chatml", MARKED, PLAIN):
+            for number, key in enumerate(no):
+                counting = yes[number % len(yes)]
+                chat = [user("hi"), assistant("a bad answer", **key), user("again", **(key if number % 2 else {})),
+                        assistant("a good one", **counting)]
+                for table in (False, True):
+                    with self.subTest(template=template, key=key, counting=counting, table=table):
+                        self.assertEqual(self.targets([{"messages": chat}], template, table), good)
+
+    def test_the_text_is_the_same_with_such_keys_and_without(self):
+        for key in ({"weight": 0}, {"train": False}, {"masked": True}):
+            shown = PLAIN.replace(CONTENT, "message | tojson")
+            bare = [user("hi"), assistant("bad"), user("again"), assistant("good")]
+            ids = []
+            for chat in (bare, [*bare[:1], bare[1] | key, *bare[2:]]):
+                self.targets([{"messages": chat}], shown)
+                ids.append(self.ids())
+            self.assertEqual(*ids)
+
+    def test_conversations_that_differ_in_what_counts_are_no_duplicates(self):
+        chats = [[user("hi"), assistant("a"), user("?"), assistant("b", **key)] for key in ({}, {"weight": 0}, {"train": False}, {"loss": 1})]
+        self.targets([{"messages": chat} for chat in chats])
+        self.assertEqual((self.info["train"]["documents"], self.info["left_out"]["duplicate_documents"]), (2, 2))
+
+    def test_a_record_that_does_not_count_has_no_targets(self):
+        for table in (False, True):
+            for key in ({"weight": 0}, {"train": False}, {"loss_mask": 0}):
+                with self.subTest(key=key, table=table):
+                    records = [{"messages": [user("hi"), assistant("bad")]} | key,
+                               {"messages": [user("hi"), assistant("good")]} | {name: 1 - value for name, value in key.items()}]
+                    if "train" in key:
+                        records[1]["train"] = True
+                    self.assertEqual(self.targets(records, table=table), "good<|im_end|>")
+                    self.assertEqual(self.info["left_out"]["conversations_without_targets"], 1)
+
+    def test_what_cannot_be_honoured_is_refused(self):
+        for key, *words in (
+            ({"weight": 0.5}, "message 2 has ", '"weight": 0.5'),
+            ({"weight": 2}, '"weight": 2'),
+            ({"loss_mask": [0, 1]}, '"loss_mask": [0, 1]'),
+            ({"train": "no"}, '"train": "no"'),
+            ({"masked": 0.1}, '"masked": 0.1'),
+            ({"train_detail": [{"begin_offset": 0, "end_offset": 3, "train": False}]}, '"train_detail"'),
+            ({"weight": 1, "train": False}, '"weight" and "train", which contradict'),
+        ):
+            with self.subTest(key=key):
+                self.refuse_record([user("hi"), assistant("hello!", **key)], {}, *words)
+        for key in ({"weight": 0.5}, {"loss": 1.25}, {"train": [True]}):
+            with self.subTest(record=key):
+                self.refuse_record([user("hi"), assistant("hello!")], key, "the record has ", f'"{next(iter(key))}"')
+        for key in ({"weight": 1}, {"train": True}, {"masked": False}):
+            with self.subTest(user=key):
+                self.refuse_record([user("hi", **key), assistant("hello!")], {}, "message 1 has ", f'"{next(iter(key))}"')
+
+    def test_marks_that_do_not_go_with_turns_are_refused(self):
+        chat = [user("hi"), assistant("a", weight=0), user("again"), assistant("b")]
+        for template in (MARKED.replace("'assistant'", "'assistant' and loop.last"),
+                         MARKED.replace("<|im_end|>{% endgen", "{% endgeneration %}{% generation %}<|im_end|>{% endgen"),
+                         "{% generation %}" + PLAIN + "{% endgeneration %}"):
+            self.refuse_record(chat, {}, "{% generation %}", template=template)
+
+
 class Content(Targets):
     """Content of messages that leaves no trace in the text."""
 

@@ -55,6 +55,13 @@ def sample(name, images, *said):
     return record if images is None else {**record, "image": images}
 
 
+def saying(turn, **more):
+    """A sample with keys beside what is said in this turn."""
+    record = sample("x7", "1.png", "<image>?", "It")
+    record["conversations"][turn] |= more
+    return record
+
+
 def caption(number):
     return sample(f"c{number}", f"{number}.png", "<image>\nWhat is this?", f"Picture {number}.")
 
@@ -167,6 +174,17 @@ class Files(Preparation):
         self.assertEqual((info["images"]["count"], info["images"]["slots"], info["images"]["token"]), (3, 4, SLOT))
         self.assertEqual((info["vocab_size"], info["padded_vocab_size"]), (258, 272))
         self.assertEqual((info["train"]["images"], info["train"]["most_images_of_a_sequence"]), (4, 4))
+
+    def test_replies_that_the_data_exclude_are_no_targets(self):
+        for name, key in (("a", {"weight": 0}), ("b", {"train": False}), ("c", {"masked": True})):
+            record = sample("a", "1.png", "<image>", "Bad", "Sure?", "Good")
+            record["conversations"][1] |= key
+            self.out = self.folder / name
+            self.prepare(self.write([record]), chat="vicuna_v1", sequence_length=128)
+            self.assertEqual(self.samples(), ["<s>USER: [1] ASSISTANT: Bad</s>USER: Sure? ASSISTANT:{ Good</s>}"])
+        self.out = self.folder / "record"
+        info = self.prepare(self.write([caption(1), caption(2) | {"weight": 0}, caption(3) | {"weight": 1}]))
+        self.assertEqual((info["train"]["documents"], info["left_out"]["samples_without_targets"]), (2, 1))
 
     def test_all_templates(self):
         for chat, want in (
@@ -315,6 +333,10 @@ class Bad(Preparation):
             ({"id": "x7", "conversations": [{"from": "human", "value": "a"}] * 2}, "id x7: human and gpt do not speak in turn"),
             ({"id": "x7", "conversations": [{"from": "cat", "value": "a"}]}, 'id x7: has no list "conversations"'),
             ({"id": "x7"}, 'id x7: has no list "conversations"'),
+            (saying(1, weight=0.5), 'id x7: turn 2 has "weight": 0.5'),
+            (saying(0, train=True), 'id x7: turn 1 has "train": true'),
+            (saying(1, train_detail=[{"end_offset": 1, "train": False}]), 'id x7: turn 2 has "train_detail"'),
+            (saying(1) | {"loss_mask": [0, 1]}, 'id x7: the record has "loss_mask"'),
             (sample("x\n7", "1.png", "What?", "It"), "id x 7: has 1 images, but 0 <image> in its text"),
             (7, "samples.json: sample 2 of the array: is no object"),
         ]
