@@ -57,7 +57,7 @@ from text_data.packing import ChatSplit  # noqa: E402
 from text_data.partial import Partial, new_folder, print_last, run_script  # noqa: E402
 from text_data.readers import MAX_DOCUMENT_BYTES, Reading, find_files  # noqa: E402
 from text_data.token_writer import TokenWriter  # noqa: E402
-from text_data.tokenizer import EOS_NAMES, padded_vocab_size  # noqa: E402
+from text_data.tokenizer import EOS_NAMES, padded_vocab_size, tokenizer_file  # noqa: E402
 from tokenizer_files import copy_tokenizer, keep_bos, keep_chat  # noqa: E402
 
 
@@ -283,7 +283,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--chat", metavar="TEMPLATE", help="inputs are conversations: chatml, llama2, llama3, or a file or folder with one")
     add("--sequence-length", type=int, metavar="S", help="with --chat: tokens per sequence, as data.sequence_length")
     add("--split-bytes", type=int, metavar="N", help="cut text files into documents of about N bytes, at line ends")
-    add("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json (default: bytes)")
+    add("--tokenizer", default="bytes", type=tokenizer_file, help="bytes, or a tokenizer.json or its folder (default: bytes)")
     add(
         "--bos",
         metavar="NAME",

@@ -37,7 +37,7 @@ require("numpy")
 from image_data.conversations import PLACEHOLDER, key_not_read  # noqa: E402
 from text_data.common import InputError, Parser, file_behind, one_line, print_made, refuse_to_replace, write_lines  # noqa: E402
 from text_data.partial import run_script  # noqa: E402
-from text_data.tokenizer import make_tokenizer  # noqa: E402
+from text_data.tokenizer import make_tokenizer, tokenizer_file  # noqa: E402
 
 METRICS = ("acc", "len_norm", "pmi_dc")
 LETTERS = "ABCDEFGHIJ"
@@ -317,7 +317,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("input", type=Path, help="JSON Lines file with the task's documents")
     add("--out", required=True, type=Path, help="request file to create")
     add("--task", required=True, choices=sorted(TASKS), help="the task that the documents belong to")
-    add("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json (default: bytes)")
+    add("--tokenizer", default="bytes", type=tokenizer_file, help="bytes, or a tokenizer.json or its folder (default: bytes)")
     add("--bos", metavar="NAME", help="token that begins each context, or none (default: as prepare_data.py)")
     add("--metric", choices=METRICS, help="how a choice is made (default: as OLMo does for the task)")
     add("--prompt", help=f"of image_choice: what stands around {{question}} (default: {OPTIONS_OF_IMAGES['prompt']!r})")

@@ -56,7 +56,7 @@ from text_data import chat, parts  # noqa: E402
 from text_data.common import InputError, Parser  # noqa: E402
 from text_data.partial import Partial, new_folder, print_last, run_script  # noqa: E402
 from text_data.readers import find_files  # noqa: E402
-from text_data.tokenizer import EOS_NAMES, padded_vocab_size  # noqa: E402
+from text_data.tokenizer import EOS_NAMES, padded_vocab_size, tokenizer_file  # noqa: E402
 from tokenizer_files import copy_tokenizer, keep_chat, keep_end_of_turn, write_object  # noqa: E402
 
 
@@ -285,7 +285,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--chat", required=True, metavar="TEMPLATE", help=f"{', '.join(chat.MARKERS)}, or a file or folder with one")
     add("--system", metavar="TEXT", help="system message of conversations that have none")
     add("--images-first", action="store_true", help="move the images of a turn to its front, as LLaVA does")
-    add("--tokenizer", default="bytes", help="bytes, or the path of a tokenizer.json (default: bytes)")
+    add("--tokenizer", default="bytes", type=tokenizer_file, help="bytes, or a tokenizer.json or its folder (default: bytes)")
     add(
         "--eos",
         metavar="NAME",

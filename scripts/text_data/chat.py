@@ -19,7 +19,7 @@ import numpy as np
 
 from python_packages import advice
 
-from .common import InputError, one_line
+from .common import InputError, hub_advice, one_line
 from .conversations import TRAIN, in_one_form
 from .special_tokens import special_tokens_of, tokenizer_config
 from .tokenizer import Span
@@ -64,7 +64,10 @@ def template_texts(path: Path) -> dict[str, str]:
             return {"default": path.read_text(encoding="utf-8")}
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
-        raise InputError(f"--chat {path}: cannot be read ({error.strerror}); give {', '.join(MARKERS)}, a file or a folder")
+        name = str(path)
+        advice = hub_advice(name, "--include '*.json' '*.jinja'", "--chat ") if "/" in name else ""
+        give_another = f"give {', '.join(MARKERS)}, a file or a folder"
+        raise InputError(f"--chat {path}: cannot be read ({error.strerror}); {advice or give_another}")
     except ValueError as error:
         raise InputError(f"--chat {path}: is not JSON ({one_line(error)}); give a .jinja or a tokenizer_config.json")
     found = config.get("chat_template") if isinstance(config, dict) else None

@@ -41,6 +41,14 @@ def refuse_address(path: Path) -> None:
         raise InputError(f"{address}: is the address of an object store or a site; mount the store, or copy from and to it")
 
 
+def hub_advice(name: str, what: str, option: str = "") -> str:
+    """How to fetch what Hugging Face's hub has under the name of something that is not there; nothing if it is no such name."""
+    if not re.fullmatch(r"\w[\w.-]*(/\w[\w.-]*)?", name) or re.search(r"\.[a-z]+$", name):
+        return ""
+    folder = name.split("/")[-1]
+    return f"if the hub of Hugging Face has it: hf download {name} {what} --local-dir {folder}, and then give {option}{folder}"
+
+
 def sync(file: BinaryIO) -> None:
     file.flush()
     os.fsync(file.fileno())

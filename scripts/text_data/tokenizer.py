@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 from pathlib import Path
 from typing import Iterator
 
@@ -11,7 +12,7 @@ import numpy as np
 
 from python_packages import advice
 
-from .common import InputError, one_line
+from .common import InputError, hub_advice, one_line, refuse_address
 from .special_tokens import bos_of, put_around, special_tokens_of, tokenizer_config
 
 # Names of the token that ends a document, where no tokenizer_config.json says which.
@@ -62,8 +63,6 @@ class JsonTokenizer:
             from tokenizers import Tokenizer
         except ImportError:
             raise InputError(f"--tokenizer needs the tokenizers package; {advice('tokenizers')}")
-        if not path.is_file():
-            raise InputError(f"{path}: no such tokenizer file; give bytes, or the path of a tokenizer.json")
         try:
             self._tokenizer = Tokenizer.from_file(str(path))
         except Exception as error:  # the library raises plain Exception
@@ -173,6 +172,25 @@ class JsonTokenizer:
                 mask |= (offsets[:, 0] < last) & (offsets[:, 1] > first)
             result.append((np.array(encoding.ids, np.uint32), mask))
         return result
+
+
+def tokenizer_file(name: str) -> str:
+    """The value of --tokenizer: bytes, or the path of a tokenizer.json, which may be given by its folder."""
+    if name == "bytes":
+        return name
+    path = Path(name)
+    refuse_address(path)
+    file = path / "tokenizer.json" if path.is_dir() else path
+    if file.is_file() and file.suffix != ".model":
+        return str(file)
+    if not os.path.exists(path):
+        advice = hub_advice(name, "tokenizer.json tokenizer_config.json", "--tokenizer ")
+        raise InputError(f"{path}: no such tokenizer file; {advice or 'give bytes, or the path of a tokenizer.json'}")
+    folder = file.parent
+    raise InputError(
+        f"{path}: a tokenizer.json is needed{'' if file == path else ', and the folder has none'}; where the model has one, fetch it; "
+        f"transformers makes one: AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
+    )
 
 
 def make_tokenizer(name: str, bos_name: str | None = None, eos_name: str | None = None, needs_eos: bool = True):

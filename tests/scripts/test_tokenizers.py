@@ -144,6 +144,29 @@ class Specials(Preparation):
         path.with_name("tokenizer_config.json").write_text("{")
         self.refuse("tokenizer_config.json: is not JSON", text, "--tokenizer", path)
 
+    def test_a_folder_stands_for_its_tokenizer(self):
+        for name, make in TOKENIZERS.items():
+            path = make(self.folder / name)
+            want = self.documents(path), self.info
+            self.assertEqual((self.documents(path.parent), self.info), want)
+            copied = (self.out / "tokenizer/tokenizer_config.json").read_bytes()
+            self.assertEqual(copied, path.with_name("tokenizer_config.json").read_bytes())
+
+    def test_what_is_no_tokenizer_file_gets_advice(self):
+        text = self.write("a.txt", "a")
+        self.write("old/vocab.json", "{}")
+        for name, *words in (
+            ("gpt2", "hf download gpt2 tokenizer.json"),
+            ("Qwen/Qwen2.5-0.5B", "hf download Qwen/Qwen2.5-0.5B tokenizer.json", "--tokenizer Qwen2.5-0.5B"),
+            ("meta-llama/Llama-3.1-8B", "hf download meta-llama/Llama-3.1-8B "),
+            ("none/tokenizer.json", "no such tokenizer file; give bytes"),
+            (self.write("sp/tokenizer.model", b"\n\x0e"), "tokenizer.json is needed", "save_pretrained"),
+            (self.folder / "old", "the folder has none", "save_pretrained"),
+        ):
+            for word in words:
+                with self.subTest(name=name, word=word):
+                    self.refuse(word, text, "--tokenizer", name)
+
     def test_a_prompt_and_its_continuation_have_the_ids_of_the_whole(self):
         docs = [{"goal": "boil an egg", "sol1": "Freeze it.", "sol2": "Heat it: 日本", "label": 1},
                 {"goal": "x?\n", "sol1": "a b", "sol2": "the answer", "label": 0}]
