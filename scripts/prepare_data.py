@@ -148,6 +148,8 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     )
     progress = parts.make_progress()
     maker = parts.PartMaker(settings, partial.path, progress)
+    for doubt in maker.template.doubts() if maker.template is not None else []:
+        print_line(f"warning: {doubt}")
     files = [parts.stat_file(path) for path in find_files(options.input, options.include, options.out, print_line)]
     groups = parts.groups_of(files)
     missing = [group for index, group in enumerate(groups) if not parts.is_made(maker.path(index, group))]
@@ -164,8 +166,6 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     except InputError:
         partial.forget()
         raise
-    if options.chat is not None:
-        warn_of_spelled_out_markers(options, maker)
     info = summary(options, maker, output)
     if options.tokenizer != "bytes":
         named = maker.tokenizer.given_tokens() if options.chat is None else {}  # of conversations --eos is padding
@@ -177,12 +177,6 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
             keep_chat(maker.template, kept, maker.tokenizer)
     partial.describe(info)
     return info
-
-
-def warn_of_spelled_out_markers(options: argparse.Namespace, maker: parts.PartMaker) -> None:
-    spelled_out = chat.spelled_out_markers(options.chat, maker.tokenizer)
-    if spelled_out and options.tokenizer != "bytes":
-        print_line(f"the tokenizer has no single token for {', '.join(spelled_out)}")
 
 
 def summary(options: argparse.Namespace, maker: parts.PartMaker, output: Output) -> dict:

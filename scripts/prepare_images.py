@@ -106,9 +106,8 @@ def tokenize(samples: list[Sample], options: argparse.Namespace, partial: Partia
     slots = slots_of(options.image_size, options.patch_size, options.downsample)
     settings = Settings(options.tokenizer, options.eos, options.chat, options.image_token, slots)
     maker = SampleMaker(settings, partial.path, parts.make_progress())
-    spelled_out = chat.spelled_out_markers(options.chat, maker.tokenizer)
-    if spelled_out and options.tokenizer != "bytes":
-        print_line(f"the tokenizer has no single token for {', '.join(spelled_out)}")
+    for doubt in maker.template.doubts():
+        print_line(f"warning: {doubt}")
     groups = groups_of_samples(samples)
 
     def make() -> list[str]:

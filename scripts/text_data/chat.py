@@ -22,7 +22,7 @@ from python_packages import advice
 from .common import InputError, hub_advice, one_line
 from .conversations import TRAIN, in_one_form
 from .special_tokens import special_tokens_of, tokenizer_config
-from .tokenizer import Span
+from .tokenizer import ByteTokenizer, Span
 
 MARK_TARGET, MARK_DOCUMENT_START = 1, 2
 BUILT_IN = Path(__file__).resolve().parent / "templates"
@@ -39,6 +39,10 @@ BESIDE_CONTENT = (("tool_calls",), ("function_call",), ("reasoning_content", "th
 # Tags of what is a target, and what may hold the text of one without being one.
 COMMENTS = r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"
 TARGET_TAGS = re.compile(COMMENTS + r"|\{%([-+]?)\s*(?P<tag>(?:end)?generation)\s*([-+]?)%\}", re.DOTALL)
+# Text of a template that is meant to be a special token.
+TOKEN_LIKE = re.compile(r"<[|｜][^<>|｜\s'\"{}]{1,40}[|｜]>")
+# A conversation by which a template shows how turns end.
+EXCHANGE = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Parka"}]
 # Arguments of a call by which it shows how a template writes them.
 PROBE = {"parka": "probe"}
 
@@ -100,7 +104,7 @@ class ChatTemplate:
         if path.is_dir():
             jinja = path / "chat_template.jinja"
             path = jinja if jinja.is_file() else path / "tokenizer_config.json"
-        self._place = f"--chat {name}"
+        self._name, self._place = name, f"--chat {name}"
         self.texts = template_texts(path)
         self._special_tokens = tokenizer.special_tokens | special_tokens_of(tokenizer_config(path.parent))
         self._tokenizer = tokenizer
@@ -108,6 +112,34 @@ class ChatTemplate:
         ends = sorted(ends - {""}, key=len, reverse=True)  # the longest of those that begin alike
         self._own_token = re.compile("|".join(map(re.escape, ends)) or "(?!)")
         self._render_template, self._syntax_error = import_renderer()
+        if lacking := self._tokens_of_text() & tokenizer.lacking:
+            raise InputError(
+                f"{tokenizer.path}: lacks {', '.join(sorted(lacking))}, which the chat template has and files beside it name: transformers "
+                "gives such tokens ids of their own; have it write the file: "
+                f"AutoTokenizer.from_pretrained('{tokenizer.path.parent}').save_pretrained('{tokenizer.path.parent}')"
+            )
+
+    def _tokens_of_text(self) -> set[str]:
+        """What of the template's text looks like special tokens, and those that it has by their names."""
+        found = set(MARKERS.get(self._name, ()))
+        for text in (self.texts[name] for name in ("default", "tool_use") if name in self.texts):
+            spelled = re.sub(COMMENTS, "", text, flags=re.DOTALL)
+            found |= set(TOKEN_LIKE.findall(spelled))
+            found |= {token for token in self._tokenizer.lacking if token in spelled}
+            found |= {token for name, token in self._special_tokens.items() if re.search(rf"\b{re.escape(name)}\b", spelled)}
+        return found
+
+    def doubts(self) -> list[str]:
+        """What makes it doubtful that a model trained on its text ends its turns; nothing for bytes, and for captions, which are no turns."""
+        if isinstance(self._tokenizer, ByteTokenizer) or self._name == "plain":
+            return []
+        tokens = sorted(self._tokens_of_text() - {""})
+        spelled_out = [token for token, ids in zip(tokens, self._tokenizer.encode([t.encode() for t in tokens])) if len(ids) != 1]
+        told = [f"the tokenizer has no single token for {', '.join(spelled_out)}, of which the chat template makes text"] if spelled_out else []
+        with contextlib.suppress(ChatError, InputError):
+            if self._end_of_turn_in(EXCHANGE) is None:
+                told.append("the assistant's turns end with no special token of the tokenizer, so that nothing tells a model to stop")
+        return told
 
     def known(self) -> list:
         """What of it decides the text and its targets, beside the tokenizer."""
@@ -115,11 +147,12 @@ class ChatTemplate:
 
     def end_of_turn(self) -> int | None:
         """The token of the tokenizer's own at which the targets of a turn end; None where they end with none."""
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Parka"}]
-        try:
-            text, spans = self.text_and_spans(messages)
-        except (ChatError, InputError):  # it is for conversations of another form
-            return None
+        with contextlib.suppress(ChatError, InputError):  # it may be for conversations of another form
+            return self._end_of_turn_in(EXCHANGE)
+        return None
+
+    def _end_of_turn_in(self, messages: list[dict]) -> int | None:
+        text, spans = self.text_and_spans(messages)
         spans = [(first, len(text[:last].rstrip())) for first, last in spans]  # a line end may be a target, too
         ((ids, targets),) = self._tokenizer.encode_marked([text], [spans])
         last = ids[targets][-1:].tolist()
@@ -359,9 +392,3 @@ def arguments_of(call: dict) -> object:
 def text_of_arguments(call: dict) -> object:
     arguments = call["arguments"]
     return arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
-
-
-def spelled_out_markers(name: str, tokenizer) -> list[str]:
-    """The markers of a built-in template that are several tokens of a tokenizer, which was then not made for it."""
-    markers = MARKERS.get(name, ())
-    return [marker for marker, ids in zip(markers, tokenizer.encode([m.encode() for m in markers])) if len(ids) != 1]

@@ -38,6 +38,16 @@ def special_tokens_of(config: dict) -> dict[str, str]:
     return found
 
 
+def tokens_named(folder: Path, config: dict) -> set[str]:
+    """All tokens that the files of a folder name beside those in its tokenizer.json: transformers adds those that are not there."""
+    listed = list(read_object(folder / "added_tokens.json"))
+    for key in ("added_tokens_decoder", "additional_special_tokens", "extra_special_tokens"):
+        value = config.get(key)
+        listed += value.values() if isinstance(value, dict) else value if isinstance(value, list) else []
+    texts = (token.get("content") if isinstance(token, dict) else token for token in listed)
+    return {token for token in (*texts, *special_tokens_of(config).values()) if isinstance(token, str)}
+
+
 def put_around(tokenizer) -> tuple[list[int], list[int]]:
     """What the post-processor puts before a text, and behind it."""
     encoding = tokenizer.encode("a", add_special_tokens=True)

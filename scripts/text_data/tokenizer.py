@@ -13,7 +13,7 @@ import numpy as np
 from python_packages import advice
 
 from .common import InputError, hub_advice, one_line, refuse_address
-from .special_tokens import bos_of, put_around, special_tokens_of, tokenizer_config
+from .special_tokens import bos_of, put_around, special_tokens_of, tokenizer_config, tokens_named
 
 # Names of the token that ends a document, where no tokenizer_config.json says which.
 EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>")
@@ -31,6 +31,7 @@ class ByteTokenizer:
     eos = 256
     special_tokens: dict[str, str] = {}
     added_tokens: tuple[str, ...] = ()
+    lacking: set[str] = set()
 
     def id_of(self, name: str) -> int | None:
         return None
@@ -55,7 +56,8 @@ class JsonTokenizer:
     begin and end a document.
 
     `bos` is what comes before a document, none or more ids; `eos` ends it. `bos_name` and `eos_name` take the place of
-    what the tokenizer says; a bos_name "none" is no token. Without `needs_eos`, eos may be None.
+    what the tokenizer says; a bos_name "none" is no token. Without `needs_eos`, eos may be None. `lacking` are tokens that
+    files beside it name, and that transformers would add.
     """
 
     def __init__(self, path: Path, bos_name: str | None = None, eos_name: str | None = None, needs_eos: bool = True):
@@ -75,6 +77,7 @@ class JsonTokenizer:
         self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         config = tokenizer_config(path.parent)
         self.special_tokens = special_tokens_of(config)
+        self.lacking = {token for token in tokens_named(path.parent, config) if self.id_of(token) is None}
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.added_tokens = tuple(token.content for token in added if not token.content.isspace())
         self.bos = self._find_bos(bos_name, config.get("add_bos_token"))

@@ -509,7 +509,7 @@ class Files(Preparation):
         self.assertEqual(marks.tolist(), [2, 0, 0, 0, 0, 0, 1, 1, 2] + [0] * 7)
 
     def test_a_run_that_continues_makes_text_again_with_other_special_tokens(self):
-        tokenizer = make_chat_tokenizer("olmo2", self.folder / "model")
+        tokenizer = make_chat_tokenizer("smollm3", self.folder / "model")
         template = self.write("bos.jinja", "{{ bos_token }}" + CHATML_JINJA)
         chats, bad = self.write_chats([QUESTION]), self.write("z.jsonl", "{")
         arguments = (chats, bad, "--tokenizer", tokenizer, "--chat", template, "--sequence-length", 64)
@@ -519,9 +519,9 @@ class Files(Preparation):
             self.assertIn("finished files are kept", error)
             bad.write_text("")
             config = tokenizer.with_name("tokenizer_config.json")
-            config.write_text(config.read_text().replace('"bos_token": "<|endoftext|>"', '"bos_token": "<|pad|>"'))
+            config.write_text(config.read_text().replace('"bos_token": "<|begin_of_text|>"', '"bos_token": "<|im_start|>"'))
             self.prepare(*arguments)
-        self.assertEqual(self.read()[0][0], make_tokenizer(str(tokenizer)).id_of("<|pad|>"))
+        self.assertEqual(self.read()[0][0], make_tokenizer(str(tokenizer)).id_of("<|im_start|>"))
 
     def test_parka_trains_on_them(self):
         chats = [[{"role": "user", "content": str(i)}, {"role": "assistant", "content": "y" * i}] for i in range(90)]

@@ -19,6 +19,7 @@ except ImportError as error:
     sys.exit(77)
 
 from preparation import Preparation
+from tiny_tokenizers import qwen_like
 
 CALLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
@@ -265,6 +266,50 @@ class Marks(Targets):
             with self.subTest(comment=comment):
                 self.assertEqual(self.targets([{"messages": chat}], comment + PLAIN), "a<|im_end|>b<|im_end|>")
         self.assertEqual(self.targets([{"messages": chat}], MARKED.replace("{% gen", "{%+ gen")), "a<|im_end|>b<|im_end|>")
+
+
+class Tokens(Targets):
+    """Special tokens that a template has and the tokenizer lacks."""
+
+    def call_chat(self, template, tokenizer):
+        self.new_out()
+        path = self.write("chats.jsonl", json.dumps({"messages": [user("hi"), assistant("hello")]}) + "\n")
+        return self.call_in_this_process(path, "--chat", template, "--tokenizer", tokenizer, "--sequence-length", 512)
+
+    def test_tokens_that_files_beside_it_name_are_refused(self):
+        for number, config in enumerate((
+            {"added_tokens_decoder": {"400": {"content": "<|im_start|>"}, "401": {"content": "<|im_end|>", "special": True}}},
+            {"eos_token": "<|im_end|>"},
+            {"additional_special_tokens": ["<|im_end|>"]},
+            {"extra_special_tokens": {"end": "<|im_end|>"}},
+            None,
+        )):
+            with self.subTest(config=config):
+                path = qwen_like(self.folder / str(number), ("<|endoftext|>",), **(config or {}))
+                if config is None:
+                    path.with_name("added_tokens.json").write_text('{"<|im_end|>": 400}')
+                for template in ("chatml", self.write("other.jinja", PLAIN)):
+                    code, error = self.call_chat(template, path)
+                    self.assertEqual(code, 2, error)
+                    for word in (f"{path}: lacks ", "<|im_end|>", "save_pretrained"):
+                        self.assertIn(word, error)
+                code, error = self.call_chat("vicuna_v1", path)  # which has none of them
+                self.assertEqual(code, 0, error)
+                transformers.AutoTokenizer.from_pretrained(path.parent).save_pretrained(path.parent)
+                code, error = self.call_chat("chatml", path)
+                self.assertNotIn("lacks", error)
+
+    def test_tokens_that_are_spelled_out_are_warned_of(self):
+        path = qwen_like(self.folder / "base", ("<|endoftext|>",))
+        full = "{% for m in messages %}{{ '<｜' + m.role + '｜>' + m.content + '<｜end｜>' }}{% endfor %}"
+        for template, word in (("chatml", "<|im_end|>, <|im_start|>"), (self.write("own.jinja", PLAIN), "<|im_end|>"),
+                               ("llama3", "<|eot_id|>"), (self.write("full.jinja", full.replace("'<｜' + m.role + '｜>'", "'<｜user｜>'")), "<｜end｜>")):
+            with self.subTest(template=template):
+                code, error = self.call_chat(template, path)
+                self.assertEqual(code, 0, error)
+                self.assertRegex(error, "(?m)^prepare_data: warning: .*no single token for ")
+                self.assertIn(word, error)
+                self.assertRegex(error, "(?m)^prepare_data: warning: .*end with no special token")
 
 
 if __name__ == "__main__":
