@@ -1,20 +1,46 @@
 #!/usr/bin/env python3
-"""Turns measurements into lines of docs/results/figures.jsonl; a newer line replaces an older one of its name.
+"""Keeps docs/results/figures.jsonl, and writes the tables of pages.
 
-    scripts/research/figures.py --commit COMMIT [--gpus N] MODEL.RECIPE.json... [--kernels FILE] [--attention FILE]
-    scripts/research/figures.py --table OUT/MODEL.RECIPE...      prints a table of those runs instead
+    scripts/research/figures.py add --commit COMMIT [--gpus N] MODEL.RECIPE.json... [--kernels FILE] [--attention FILE]
+    scripts/research/figures.py show OUT/MODEL.RECIPE...           prints a table of those runs
+    scripts/research/figures.py tables [--check] [--parka PROGRAM]  writes the tables of README.md and docs/
 
-MODEL.RECIPE.json is what `parka bench --json` wrote, olmo-1b.bf16.json for example; the files are what bench_kernels printed
-and what `scripts/research/attention_vs_cudnn.py --json` wrote.
+add: MODEL.RECIPE.json is what `parka bench --json` wrote, olmo-1b.bf16.json for example; the files are what bench_kernels printed
+and what `attention_vs_cudnn.py --json` wrote. A newer line replaces an older one of its name.
+
+tables: what stands between `<!-- table: NAME -->` and `<!-- end -->` on a page is written anew, by the section NAME of tables.md
+beside this script, or from what `parka plan` says. In tables.md {FIGURE} stands for the value of a figure, {FIGURE~} for that with
+the least and the most, {FIGURE / FIGURE} and {FIGURE - FIGURE} for what they say. A format of Python may follow behind a colon. With --check nothing is
+written, and pages that differ are named.
+
+Exit codes: 0 done, 1 a page differs (--check), 2 something is wrong with the input or the options.
 """
 import argparse
 import datetime
 import json
-import os
+import re
 import statistics
+import subprocess
+import sys
+from pathlib import Path
 
-FIGURES = os.path.join(os.path.dirname(__file__), "..", "..", "docs", "results", "figures.jsonl")
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from run_metrics import fail  # noqa: E402
 
+ROOT = Path(__file__).resolve().parents[2]
+FIGURES = ROOT / "docs/results/figures.jsonl"
+TEMPLATES = Path(__file__).with_name("tables.md")
+MARKED = re.compile(r"(<!-- table: ([\w-]+) -->\n).*?(<!-- end -->)", re.DOTALL)
+CELL = re.compile(r"\{([\w.-]+)(~)?(?: ([/-]) ([\w.-]+))?(?::([^}]*))?\}")
+FORMATS = {"tok/s": ",.0f", "GB": ".1f", "TFLOP/s": ",.0f", "ms": ".1f", "us": ".1f", "samples/s": ".1f", "%": ".2f"}
+
+
+def read_figures():
+    with open(FIGURES, encoding="utf-8") as file:
+        return {line["name"]: line for line in map(json.loads, file)}
+
+
+# ---- new figures ----
 
 def step_figures(bench, model, recipe, gpus):
     """Yields (name, value, unit, (least, most)) of whole steps."""
@@ -58,63 +84,230 @@ def attention_figures(lines):
                    (min(values) / cudnn, max(values) / cudnn))
 
 
-def print_table(runs):
-    print("| model | recipe | tokens/s (least to most) | TFLOP/s | in use | planned less used | floor / step |")
-    print("|---|---|---|---|---|---|---|")
-    for run in runs:
-        model, recipe = os.path.basename(run).rsplit(".", 1)
-        with open(run + ".json", encoding="utf-8") as file:
-            bench = json.load(file)
-        measured = {name: (value, spread) for name, value, _, spread in step_figures(bench, model, recipe, 1)}
-        speed, (least, most) = measured[f"step.{model}.{recipe}.1gpu.tok_s_gpu"]
-        floor = "not measured"  # without --roofline
-        if "floor_seconds" in bench:
-            floor = f"{statistics.median(bench['floor_seconds'] / s for s in bench['step_seconds']):.3f}"
-        print(f"| {model} | {recipe} | {speed:,.0f} ({least:,.0f} to {most:,.0f}) | {1e-12 * bench['model_flops']:.0f} "
-              f"| {bench['used_bytes'] / 1e9:.1f} GB "
-              f"| {100 * ((bench['planned_bytes'] + bench['context_bytes']) / bench['used_bytes'] - 1):+.2f} % "
-              f"| {floor} |")
+def read_json(path, lines=False):
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+        return [json.loads(line) for line in text.splitlines()] if lines else json.loads(text)
+    except OSError as error:
+        fail(f"{path}: {error.strerror}")
+    except ValueError:
+        fail(f"{path}: is no JSON; give what `parka bench --json` or a measuring script wrote")
 
 
-def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--commit")
-    parser.add_argument("--table", action="store_true")
-    parser.add_argument("--gpus", type=int, default=1)
-    parser.add_argument("--kernels", metavar="FILE")
-    parser.add_argument("--attention", metavar="FILE")
-    parser.add_argument("files", nargs="*")
-    options = parser.parse_args()
-    if options.table:
-        print_table(options.files)
-        return
-    if not options.commit:
-        parser.error("--commit is wanted")
-    with open(FIGURES, encoding="utf-8") as file:
-        figures = {line["name"]: line for line in map(json.loads, file)}
+def add(options):
+    figures = read_figures()
 
-    def add(measured, command, card):
+    def keep(measured, command, card):
         for name, value, unit, spread in measured:
             figures[name] = {"name": name, "value": float(f"{value:.6g}"), "unit": unit,
                              "spread": [float(f"{x:.6g}") for x in spread], "command": command,
                              "commit": options.commit, "date": str(datetime.date.today()), "card": card}
 
     for path in options.files:
-        model, recipe = os.path.basename(path).removesuffix(".json").rsplit(".", 1)
-        with open(path, encoding="utf-8") as file:
-            bench = json.load(file)
-        add(step_figures(bench, model, recipe, options.gpus), f"scripts/research/one_gpu.sh OUT {model}.{recipe}",
-            bench["device"])
+        model, recipe = Path(path).name.removesuffix(".json").rsplit(".", 1)
+        bench = read_json(path)
+        keep(step_figures(bench, model, recipe, options.gpus), f"scripts/research/one_gpu.sh OUT {model}.{recipe}", bench["device"])
     if options.kernels:
-        with open(options.kernels, encoding="utf-8") as file:
-            device, *lines = map(json.loads, file)
-        add(kernel_figures(lines), "bench_kernels", device["device"])
+        device, *lines = read_json(options.kernels, lines=True)
+        keep(kernel_figures(lines), "bench_kernels", device["device"])
     if options.attention:
-        with open(options.attention, encoding="utf-8") as file:
-            lines = list(map(json.loads, file))
-        add(attention_figures(lines), "scripts/research/attention_vs_cudnn.py", lines[0]["card"])
+        lines = read_json(options.attention, lines=True)
+        keep(attention_figures(lines), "scripts/research/attention_vs_cudnn.py", lines[0]["card"])
     with open(FIGURES, "w", encoding="utf-8") as file:
         file.writelines(json.dumps(figure) + "\n" for figure in figures.values())
+
+
+def show(options):
+    print(row(("model", "recipe", "tokens/s (least to most)", "TFLOP/s", "in use", "planned less used", "floor / step")))
+    print("|---" * 7 + "|")
+    for run in options.files:
+        model, recipe = Path(run).name.rsplit(".", 1)
+        bench = read_json(run + ".json")
+        measured = {name: (value, spread) for name, value, _, spread in step_figures(bench, model, recipe, 1)}
+        speed, (least, most) = measured[f"step.{model}.{recipe}.1gpu.tok_s_gpu"]
+        floor = "not measured"  # without --roofline
+        if "floor_seconds" in bench:
+            floor = f"{statistics.median(bench['floor_seconds'] / s for s in bench['step_seconds']):.3f}"
+        print(row((model, recipe, f"{speed:,.0f} ({least:,.0f} to {most:,.0f})", f"{1e-12 * bench['model_flops']:.0f}",
+                   f"{bench['used_bytes'] / 1e9:.1f} GB",
+                   f"{100 * ((bench['planned_bytes'] + bench['context_bytes']) / bench['used_bytes'] - 1):+.2f} %", floor)))
+
+
+# ---- tables of pages ----
+
+def row(cells):
+    return "| " + " | ".join(cells) + " |"
+
+
+def cell(match, figures):
+    """What stands for {FIGURE}."""
+    name, spread, operation, other, form = match.groups()
+    for each in filter(None, (name, other)):
+        if each not in figures:
+            fail(f"{TEMPLATES.name}: {match[0]}: figures.jsonl has no {each}")
+    if operation:
+        first, second = figures[name]["value"], figures[other]["value"]
+        return format(first / second if operation == "/" else first - second, form or ".2f")
+    figure = figures[name]
+    form = form or FORMATS.get(figure["unit"], ".4g")
+    # -0.0 is printed as 0.0
+    value, least, most = (format(x + 0.0, form) for x in (figure["value"], *figure["spread"]))
+    return f"{value} ({least} to {most})" if spread else value
+
+
+def template_tables():
+    """{name: its text}: sections of tables.md, with values for figures."""
+    figures = read_figures()
+    _, *sections = re.split(r"^## ", TEMPLATES.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    return {title: CELL.sub(lambda match: cell(match, figures), text.strip())
+            for title, text in (section.split("\n", 1) for section in sections)}
+
+
+class Plans:
+    """Tables of what `parka plan` says; one method for each."""
+    MEMORY = (24, 48, 80, 141)
+    MODELS = (("Qwen3-0.6B", "qwen3-0.6b"), ("OLMo-1B", "olmo-1b"), ("Llama-3-8B", "llama3-8b"), ("a Llama of 32B", "llama-30b"))
+    EXACT = "--set precision.recipe=parka --set precision.head=compute --set precision.group_size=32"
+    LEAN = (f"{EXACT} --set precision.weight_copies=none --set optimizer.gradient=bf16 --set optimizer.master=fp24_split "
+            "--set optimizer.release_gradients=true")
+    LADDER = (("bf16, 8 x 80 GB", "--set precision.recipe=bf16 --gpus 8 --memory-limit 80", None),
+              ("141 GB", f"{EXACT} --gpus 1 --memory-limit 141", None),
+              ("80 GB", f"{EXACT} --gpus 1 --memory-limit 80", "80gb"),
+              ("48 GB", f"{EXACT} --set precision.weight_copies=none --gpus 1 --memory-limit 48", "48gb"),
+              ("24 GB", f"{EXACT} --set precision.weight_copies=none --gpus 1 --memory-limit 24", "24gb_exact"),
+              ("46 GB, lean", f"{LEAN} --set training.global_batch_size=1 --set training.micro_batch_size=1 "
+               "--set precision.offload_blocks=24 --gpus 1 --memory-limit 46", "46gb"),
+              ("24 GB, lean", f"{LEAN} --set training.global_batch_size=8 --set training.micro_batch_size=8 --gpus 1 --memory-limit 24", "24gb"),
+              ("12 GB, lean", f"{LEAN} --set training.global_batch_size=3 --set training.micro_batch_size=3 --gpus 1 --memory-limit 12", "12gb"))
+
+    def __init__(self, parka):
+        self.parka = parka
+
+    def plan(self, config, *words):
+        try:
+            result = subprocess.run([self.parka, "plan", f"configs/{config}.json", "--json", *words], capture_output=True, text=True, cwd=ROOT)
+            if result.returncode != 0 and result.stderr.strip():
+                fail(result.stderr.strip())
+            return json.loads(result.stdout)
+        except OSError as error:
+            fail(f"{self.parka}: cannot be run ({error.strerror}); build it, or name the program with --parka")
+        except ValueError:  # no text, or no JSON
+            fail(f"{self.parka}: prints no plan; build parka, or name the program with --parka")
+
+    @staticmethod
+    def in_use(plan):
+        return f"{(plan['total_bytes'] + plan['context_bytes']) / 1e9:.1f}"
+
+    def fits(self):
+        """What it takes to fit: nothing, changes of the config, or more GPUs."""
+        def needs(plan):
+            if plan["fits"]:
+                return "yes"
+            if "fits_with" in plan:
+                changes = len(plan["fits_with"]["changes"])
+                return f"{changes} change{'s' if changes > 1 else ''}"
+            return f"{plan['fits_on']['gpus']} GPUs" if "fits_on" in plan else "no"
+
+        yield row(("model", "context", *(f"{gigabytes} GB" for gigabytes in self.MEMORY)))
+        yield "|---" * (2 + len(self.MEMORY)) + "|"
+        for name, config in self.MODELS:
+            text = (ROOT / f"configs/{config}.json").read_text(encoding="utf-8")
+            context = re.search(r'"sequence_length": *(\d+)', text)[1]
+            yield row((name, context, *(needs(self.plan(config, "--memory-limit", str(gigabytes), "--set", "precision.recipe=parka"))
+                                        for gigabytes in self.MEMORY)))
+
+    def ladder(self):
+        figures = read_figures()
+        yield row(("GPU", "arguments", "in use, GB", "host, GB", "changes", "tokens/s"))
+        yield "|---" * 6 + "|"
+        for name, words, measured in self.LADDER:
+            plan = self.plan("llama3-8b", "--set", "data.sequence_length=4096", "--fit", "--host-memory", "2000", *words.split())
+            changes = " ".join(f"`{change['set']}`" for change in plan["changes"])
+            shown = words.replace(self.LEAN, "LEAN").replace(self.EXACT, "EXACT")
+            speed = f"{figures[f'step.llama3-8b.{measured}.tok_s_gpu']['value']:,.0f}" if measured else "not measured"
+            yield row((name, f"`{shown}`", self.in_use(plan), f"{plan['host_bytes'] / 1e9:.1f}", changes or "none", speed))
+        yield f"\nEXACT is `{self.EXACT}`, and LEAN is `{self.LEAN.replace(self.EXACT, 'EXACT')}`."
+
+    def paper_models(self):
+        """Whole models beside the paper's table 7, of which the first row of a model without a number did not fit."""
+        from paper_memory import recipe_options
+        from paper_tables import END_TO_END
+        figures = read_figures()
+
+        def numbers(values, form):
+            return " / ".join("-" if value is None else format(value, form) for value in values)
+
+        yield row(("model, GPUs", "paper, GB: BF16 / COAT", "Parka, GB: `bf16` / `coat` / `parka`", "paper, tokens/s", "Parka, tokens/s"))
+        yield "|---" * 5 + "|"
+        for name, paper in END_TO_END.items():
+            model, gpus = name.split(".")
+            config, batch = {"7b": ("olmo-7b", 1 if gpus == "1" else 2), "13b": ("llama2-13b", 1), "30b": ("llama-30b", 1)}[model]
+            keys = ["model.vocab_size=50304", "model.norm=layernorm", "distributed.zero_stage=3", f"training.micro_batch_size={batch}",
+                    f"training.global_batch_size={8 * batch * int(gpus)}", *(["data.sequence_length=1024"] if name == "13b.2" else [])]
+            planned = [self.in_use(self.plan(config, "--gpus", gpus, "--memory-limit", "1000",
+                                             *(word for key in (*keys, *recipe_options(recipe)) for word in ("--set", key))))
+                       for recipe in ("bf16", "coat", "parka")]
+            speeds = [figures.get(f"end_to_end.{name}.{recipe}.tok_s_gpu", {}).get("value") for recipe in ("bf16", "coat", "parka")]
+            yield row((f"{model.upper()}, {gpus}", numbers([paper[recipe][2] for recipe in ("bf16", "coat")], ".1f"), " / ".join(planned),
+                       numbers([paper[recipe][4] for recipe in ("bf16", "coat")], ",.0f"), numbers(speeds, ",.0f")))
+
+
+def peers():
+    """Others and Parka in one call on one card, of docs/results/peers.jsonl."""
+    yield row(("program", "model, card, batch", "tokens/s", "GB", "Parka in the same call", "GB", "Parka is"))
+    yield "|---" * 7 + "|"
+    for line in read_json(FIGURES.with_name("peers.jsonl"), lines=True):
+        yield row((f"[{line['name']}]({line['source']}) {line['commit']}", f"{line['model']}, {line['card'].removeprefix('NVIDIA ')}, {line['batch']}",
+                   f"{line['tok_s']:,.0f}", f"{line['memory_gb']:.1f}", f"{line['parka_tok_s']:,.0f} (`{line['recipe']}`, {line['date']})",
+                   f"{line['parka_memory_gb']:.1f}", f"{line['parka_tok_s'] / line['tok_s']:.2f} x"))
+
+
+def tables(options):
+    texts, plans, used, wrong = template_tables(), Plans(options.parka), set(), []
+    made = {"peers": peers, "fits": plans.fits, "ladder": plans.ladder, "paper-models": plans.paper_models}
+
+    def written_by(page):
+        def text_of(match):
+            name = match[2]
+            if name not in texts and name not in made:
+                fail(f"{page}: {name}: there is no such table in {TEMPLATES.name}")
+            used.add(name)
+            if name not in texts:
+                texts[name] = "\n".join(made[name]())
+            return f"{match[1]}\n{texts[name]}\n\n{match[3]}"
+        return text_of
+
+    for path in (ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))):
+        page, name = path.read_text(encoding="utf-8"), str(path.relative_to(ROOT))
+        written = MARKED.sub(written_by(name), page)
+        if written != page:
+            wrong.append(name)
+            if not options.check:
+                path.write_text(written, encoding="utf-8")
+    unused = sorted(set(texts) - used)
+    if unused:
+        fail(f"{TEMPLATES.name}: no page has the table {unused[0]}; delete it")
+    for name in wrong:
+        print(f"{name}: {'its tables are not those of today; scripts/research/figures.py tables writes them' if options.check else 'written'}")
+    sys.exit(1 if wrong and options.check else 0)
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    commands = parser.add_subparsers(dest="command", required=True)
+    adding = commands.add_parser("add", help="turns measurements into figures")
+    adding.add_argument("--commit", required=True)
+    adding.add_argument("--gpus", type=int, default=1)
+    adding.add_argument("--kernels", metavar="FILE")
+    adding.add_argument("--attention", metavar="FILE")
+    adding.add_argument("files", nargs="*")
+    showing = commands.add_parser("show", help="prints a table of runs")
+    showing.add_argument("files", nargs="+")
+    writing = commands.add_parser("tables", help="writes the tables of pages")
+    writing.add_argument("--check", action="store_true")
+    writing.add_argument("--parka", default=str(ROOT / "build/release/parka"), metavar="PROGRAM")
+    options = parser.parse_args()
+    {"add": add, "show": show, "tables": tables}[options.command](options)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # What 8-bit formats cost real moments and real activations: trains the quickstart model on the CPU in bf16 with fp32 moments
-# up to the middle of its schedule, then prints the tables of docs/results/quantization_error.md that are of it. Minutes on two
+# up to the middle of its schedule, then prints the tables of docs/results/paper.md that are of it. Minutes on two
 # cores.
 #   scripts/research/moment_error.sh OUT [TEXT_FOLDER]
 # The text is all C headers in the folder (default /usr/include). STEPS sets how many of the 800 steps are trained (default

@@ -53,4 +53,4 @@ for run in "$@"; do
   "$parka" bench "configs/$model.json" "${set[@]}" "${bench[@]}" --json "$out/$run.json" > "$out/$run.txt"
   grep -A9 '^step ' "$out/$run.txt"
 done
-python3 scripts/research/figures.py --table "${@/#/$out/}"
+python3 scripts/research/figures.py show "${@/#/$out/}"

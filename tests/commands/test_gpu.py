@@ -10,7 +10,7 @@ import unittest
 from parka_runs import RunFolder, has_gpu, learning_curve, metrics, parka, tree_digest
 
 STEPS = 100
-# Losses of single steps; docs/results/gpu_agreement.md has what was measured. In fp32 nothing but the order of sums
+# Losses of single steps; docs/results/kernels.md has what was measured. In fp32 nothing but the order of sums
 # differs. bf16 noise is what it makes of the fp32 curve on the CPU; two runs that round differently both have it.
 BOUND_FP32 = 0.001
 

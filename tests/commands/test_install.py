@@ -15,7 +15,7 @@ EXPECTED = ["bin/parka", "share/man/man1/parka.1.gz", "share/bash-completion/com
             "share/parka/configs/tuning/llama2-7b.parka.tuning.json",
             "share/parka/scripts/prepare_data.py", "share/parka/scripts/plot.py", "share/parka/scripts/launch.sh",
             "share/parka/scripts/requirements.txt", "share/doc/parka/copyright", "share/doc/parka/docs/install.md",
-            "share/doc/parka/docs/results/quickstart.png"]
+            "share/doc/parka/docs/results/peers.png"]
 
 
 def run(*command, **options):

@@ -6,7 +6,7 @@
 #include "tests/kernels/moment_fixtures.h"
 #include "tests/support/catch.h"
 
-// The formulas behind the tables of docs/results/quantization_error.md.
+// The formulas behind the tables of docs/results/paper.md.
 using namespace parka;
 using namespace parka::bench;
 using namespace parka::test;

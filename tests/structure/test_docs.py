@@ -1,5 +1,4 @@
-"""Files, folders and pages that pages and comments name exist. Pages of docs/results/history are records of their day: only what
-they link to does."""
+"""Files, folders and pages that pages and comments name exist."""
 import re
 import unittest
 from pathlib import Path
@@ -52,15 +51,8 @@ class Docs(unittest.TestCase):
         found = {str(page.relative_to(ROOT)): missing(page, page.read_text(encoding="utf-8")) for page in PAGES}
         self.assertEqual({page: names for page, names in found.items() if names}, {})
 
-    def test_what_pages_of_history_link_to_exists(self):
-        pages = sorted((ROOT / "docs/results/history").glob("*.md"))
-        found = [f"{page.name}: {name}" for page in pages for name in LINK.findall(page.read_text(encoding="utf-8"))
-                 if "://" not in name and not (page.parent / name).exists()]
-        self.assertEqual(found, [])
-
     def test_the_parts_that_links_name_exist(self):
-        pages = [*PAGES, *(ROOT / "docs/results/history").glob("*.md")]
-        found = {str(page.relative_to(ROOT)): missing_parts(page, page.read_text(encoding="utf-8")) for page in pages}
+        found = {str(page.relative_to(ROOT)): missing_parts(page, page.read_text(encoding="utf-8")) for page in PAGES}
         self.assertEqual({page: names for page, names in found.items() if names}, {})
 
     def test_missing_parts_are_found(self):

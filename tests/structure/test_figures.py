@@ -1,14 +1,18 @@
-"""Every line of docs/results/figures.jsonl is a whole figure with a name of its own."""
+"""Every line of docs/results/figures.jsonl is a whole figure with a name of its own, and tables of pages are what is written of them."""
 import json
+import os
+import subprocess
+import sys
 import unittest
 from pathlib import Path
 
-FIGURES = Path(__file__).resolve().parents[2] / "docs/results/figures.jsonl"
+ROOT = Path(__file__).resolve().parents[2]
+PROGRAM = os.environ.get("PARKA_PROGRAM", "build/release/parka")
 
 
 class Figures(unittest.TestCase):
     def test_figures_are_complete(self):
-        figures = [json.loads(line) for line in FIGURES.read_text(encoding="utf-8").splitlines()]
+        figures = [json.loads(line) for line in (ROOT / "docs/results/figures.jsonl").read_text(encoding="utf-8").splitlines()]
         names = [figure["name"] for figure in figures]
         self.assertEqual(len(names), len(set(names)))
         for figure in figures:
@@ -17,6 +21,11 @@ class Figures(unittest.TestCase):
                 least, most = figure["spread"]
                 self.assertLessEqual(least, figure["value"])
                 self.assertLessEqual(figure["value"], most)
+
+    def test_tables_of_pages_are_written(self):
+        result = subprocess.run([sys.executable, ROOT / "scripts/research/figures.py", "tables", "--check", "--parka", os.path.abspath(PROGRAM)],
+                                capture_output=True, text=True)
+        self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
 
 
 if __name__ == "__main__":

@@ -14,7 +14,7 @@
 namespace parka {
 
 // How long a run that finds no file tunes, at most, and how long the products of its steps must take for that to be
-// worth it: steps get 1 to 2 % faster by it (docs/results/gpu_fp8.md).
+// worth it: steps get 1 to 2 % faster by it (docs/results/speed.md).
 inline constexpr double kRunTuningSeconds = 90, kWorthTuningSeconds = 7200;
 
 // Where files of `parka tune` lie that a run takes by itself: tuning/ beside the config, and in Parka's configs/.

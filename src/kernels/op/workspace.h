@@ -69,8 +69,8 @@ inline int64_t score_gradient_bytes(int64_t sequence_length) {  // of a query he
   return score_pairs((sequence_length + kScoreQueries - 1) / kScoreQueries) * kScorePairBytes;
 }
 // For passes of one length, long enough to keep a GPU busy to their end: one of 416 tiles takes 132 multiprocessors
-// as many rounds as one of 512, and one of 256 loses a hundredth, which was measured without groups of query heads
-// (docs/results/history/attention.md). So many key/value heads, at least, have a pass that does so.
+// as many rounds as one of 512, and one of 256 loses a hundredth, which was measured without groups of query heads.
+// So many key/value heads, at least, have a pass that does so.
 inline constexpr int64_t kScoreHeadDim = 128, kTilesOfPass = 512;
 constexpr int64_t attention_heads_of_pass(int64_t heads, int64_t sequence_length, int64_t tiles_of_pass) {
   constexpr int64_t kTileKeys = 128;

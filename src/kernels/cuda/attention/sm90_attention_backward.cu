@@ -11,7 +11,7 @@
 // With scratch memory the first kernel stores its score gradients there. Then d_q takes one product, five in all,
 // instead of three, seven in all. The numbers are the same both ways, rounded to bf16 for the products. Writing and
 // reading 2 bytes for each 256 multiplications saved takes about as long as those at a high clock, and less once
-// the power limit has lowered it (docs/results/attention.md).
+// the power limit has lowered it.
 namespace parka::cuda {
 namespace {
 

@@ -30,7 +30,7 @@ struct KeyGradientMaps {
 };
 
 // Whether the consumers take turns at starting products, and statistics are grouped. Narrow heads, and consumers of
-// which one skips more tiles than the other, take longer so (docs/results/history/attention.md).
+// which one skips more tiles than the other, take longer so.
 template <int D, bool kFirstKeys>
 constexpr bool kTakesTurns = D == 128 && !kFirstKeys;
 
@@ -210,8 +210,7 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
   start_product_transposed<D>(d_s, values, d_out);
   wgmma_commit_group();
   ping_pong.pass();
-  // Statistics are loaded while the products run: later takes longer, presumably behind the other consumer's stores
-  // (docs/results/history/attention.md).
+  // Statistics are loaded while the products run: later takes longer, presumably behind the other consumer's stores.
   const auto lse = load_lse(statistics);
   wgmma_wait_group<1>();
   fence_operand(p);
