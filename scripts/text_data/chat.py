@@ -39,8 +39,6 @@ BESIDE_CONTENT = (("tool_calls",), ("function_call",), ("reasoning_content", "th
 # Tags of what is a target, and what may hold the text of one without being one.
 COMMENTS = r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"
 TARGET_TAGS = re.compile(COMMENTS + r"|\{%([-+]?)\s*(?P<tag>(?:end)?generation)\s*([-+]?)%\}", re.DOTALL)
-# Text of a template that is meant to be a special token.
-TOKEN_LIKE = re.compile(r"<[|｜][^<>|｜\s'\"{}]{1,40}[|｜]>")
 # A conversation by which a template shows how turns end.
 EXCHANGE = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Parka"}]
 # Arguments of a call by which it shows how a template writes them.
@@ -112,30 +110,27 @@ class ChatTemplate:
         ends = sorted(ends - {""}, key=len, reverse=True)  # the longest of those that begin alike
         self._own_token = re.compile("|".join(map(re.escape, ends)) or "(?!)")
         self._render_template, self._syntax_error = import_renderer()
-        if lacking := self._tokens_of_text() & tokenizer.lacking:
+        if lacking := [token for token in sorted(tokenizer.lacking) if self._has(token)]:
             raise InputError(
-                f"{tokenizer.path}: lacks {', '.join(sorted(lacking))}, which the chat template has and files beside it name: transformers "
+                f"{tokenizer.path}: lacks {', '.join(lacking)}, which the chat template has and files beside it name: transformers "
                 "gives such tokens ids of their own; have it write the file: "
                 f"AutoTokenizer.from_pretrained('{tokenizer.path.parent}').save_pretrained('{tokenizer.path.parent}')"
             )
 
-    def _tokens_of_text(self) -> set[str]:
-        """What of the template's text looks like special tokens, and those that it has by their names."""
-        found = set(MARKERS.get(self._name, ()))
-        for text in (self.texts[name] for name in ("default", "tool_use") if name in self.texts):
-            spelled = re.sub(COMMENTS, "", text, flags=re.DOTALL)
-            found |= set(TOKEN_LIKE.findall(spelled))
-            found |= {token for token in self._tokenizer.lacking if token in spelled}
-            found |= {token for name, token in self._special_tokens.items() if re.search(rf"\b{re.escape(name)}\b", spelled)}
-        return found
+    def _has(self, token: str) -> bool:
+        """Whether the template has a special token, spelled out or under its name."""
+        names = [re.escape(name) for name, value in self._special_tokens.items() if value == token]
+        pattern = re.compile("|".join((re.escape(token), *(rf"\b{name}\b" for name in names))))
+        used = (re.sub(COMMENTS, "", self.texts[name], flags=re.DOTALL) for name in ("default", "tool_use") if name in self.texts)
+        return any(pattern.search(text) for text in used)
 
     def doubts(self) -> list[str]:
         """What makes it doubtful that a model trained on its text ends its turns; nothing for bytes, and for captions, which are no turns."""
         if isinstance(self._tokenizer, ByteTokenizer) or self._name == "plain":
             return []
-        tokens = sorted(self._tokens_of_text() - {""})
-        spelled_out = [token for token, ids in zip(tokens, self._tokenizer.encode([t.encode() for t in tokens])) if len(ids) != 1]
-        told = [f"the tokenizer has no single token for {', '.join(spelled_out)}, of which the chat template makes text"] if spelled_out else []
+        markers = MARKERS.get(self._name, ())  # templates of models spell out what their tokenizers do not have
+        spelled_out = [marker for marker, ids in zip(markers, self._tokenizer.encode([m.encode() for m in markers])) if len(ids) != 1]
+        told = [f"the tokenizer has no single token for {', '.join(spelled_out)}"] if spelled_out else []
         with contextlib.suppress(ChatError, InputError):
             if self._end_of_turn_in(EXCHANGE) is None:
                 told.append("the assistant's turns end with no special token of the tokenizer, so that nothing tells a model to stop")

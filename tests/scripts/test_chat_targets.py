@@ -6,6 +6,7 @@ import os
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # else it says that PyTorch is missing
 
 import json
+import re
 import sys
 import unittest
 
@@ -301,15 +302,13 @@ class Tokens(Targets):
 
     def test_tokens_that_are_spelled_out_are_warned_of(self):
         path = qwen_like(self.folder / "base", ("<|endoftext|>",))
-        full = "{% for m in messages %}{{ '<｜' + m.role + '｜>' + m.content + '<｜end｜>' }}{% endfor %}"
-        for template, word in (("chatml", "<|im_end|>, <|im_start|>"), (self.write("own.jinja", PLAIN), "<|im_end|>"),
-                               ("llama3", "<|eot_id|>"), (self.write("full.jinja", full.replace("'<｜' + m.role + '｜>'", "'<｜user｜>'")), "<｜end｜>")):
+        own = self.write("own.jinja", PLAIN)
+        for template, spelled in (("chatml", "<|im_start|>, <|im_end|>"), ("llama3", "<|eot_id|>"), ("vicuna_v1", "</s>"), (own, "")):
             with self.subTest(template=template):
                 code, error = self.call_chat(template, path)
                 self.assertEqual(code, 0, error)
-                self.assertRegex(error, "(?m)^prepare_data: warning: .*no single token for ")
-                self.assertIn(word, error)
-                self.assertRegex(error, "(?m)^prepare_data: warning: .*end with no special token")
+                self.assertIn(spelled, error)
+                self.assertEqual(len(re.findall("(?m)^prepare_data: warning: ", error)), 2 if spelled else 1, error)
 
 
 if __name__ == "__main__":
