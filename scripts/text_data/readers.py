@@ -20,7 +20,7 @@ from typing import BinaryIO, Callable, Iterable, Iterator
 
 from python_packages import advice
 
-from .common import InputError, one_line, refuse_address, refuse_to_replace
+from .common import InputError, hub_advice, one_line, refuse_address, refuse_to_replace
 from .conversations import RECORD_KEYS, bytes_of, conversation_of, kind_of
 
 # Bounds the memory: a document is tokenized as a whole.
@@ -66,7 +66,8 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: C
                         refuse_missing(path, out, bool(named))
         else:
             refuse_address(given)
-            raise InputError(f"{given}: no such file or folder, or not one that you may read")
+            advice = hub_advice(str(given), "--repo-type dataset") if "/" in str(given) else ""
+            raise InputError(f"{given}: no such file or folder, or not one that you may read{advice and f'; {advice}'}")
     searched = [given.resolve() for given in inputs if os.path.isdir(given)]
     if left_out := [link for link in links if not is_below(link.resolve(), searched)]:
         others = f" and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""

@@ -124,6 +124,13 @@ class Sources(Files):
         self.write("text/c.txt", "[1, 2]\n")
         self.assertEqual(self.prepare(self.folder / "text")["train"]["documents"], 3)
 
+    def test_a_name_of_the_hub_gets_the_command_that_fetches_it(self):
+        for name in ("HuggingFaceFW/fineweb-edu", "allenai/c4", "tatsu-lab/alpaca"):
+            self.refuse(f"hf download {name} --repo-type dataset --local-dir {name.split('/')[1]}", name, *FIELD)
+        for name in (self.folder / "none/texts", "none", "none/texts.jsonl"):
+            _, error = self.call_in_this_process(name, *FIELD)
+            self.assertNotIn("hf download", error)
+
     def test_json_gets_only_advice_that_the_script_can_follow(self):
         path = self.write("a.jsonl", '{"messages": []}\n')
         for name, takes_chat, *options in (
