@@ -10,8 +10,9 @@ and what `attention_vs_cudnn.py --json` wrote. A newer line replaces an older on
 
 tables: what stands between `<!-- table: NAME -->` and `<!-- end -->` on a page is written anew, by the section NAME of tables.md
 beside this script, or from what `parka plan` says. In tables.md {FIGURE} stands for the value of a figure, {FIGURE~} for that with
-the least and the most, {FIGURE / FIGURE} and {FIGURE - FIGURE} for what they say. A format of Python may follow behind a colon. With --check nothing is
-written, and pages that differ are named.
+the least and the most, {FIGURE / FIGURE} and {FIGURE - FIGURE} for what they say. A format of Python may follow behind a colon. {plan}
+stands for GB in use by `parka plan CONFIG`, with the keys that the section's line "plan: CONFIG KEY=VALUE ..." has and those of the
+row. With --check nothing is written, and pages that differ are named.
 
 Exit codes: 0 done, 1 a page differs (--check), 2 something is wrong with the input or the options.
 """
@@ -155,12 +156,27 @@ def cell(match, figures):
     return f"{value} ({least} to {most})" if spread else value
 
 
-def template_tables():
-    """{name: its text}: sections of tables.md, with values for figures."""
-    figures = read_figures()
+def planned(text, plans):
+    """The rows of a section that begins with "plan: CONFIG KEY=VALUE ...". A row has "4 x 384 tokens" and more keys between backticks."""
+    head, _, rows = text.partition("\n")
+    config, *keys = head.removeprefix("plan: ").split()
+    for line in rows.strip().splitlines():
+        if "{plan}" in line:
+            micro_batch, length = re.search(r"(\d+) x (\d+) tokens", line).groups()
+            own = [f"training.micro_batch_size={micro_batch}", f"data.sequence_length={length}", *re.findall(r"`([\w.]+=[^`]+)`", line)]
+            plan = plans.plan(config, *(word for key in (*keys, *own) for word in ("--set", key)))
+            line = line.replace("{plan}", plans.in_use(plan, ".2f"))
+        yield line
+
+
+def template_tables(plans):
+    """{name: its text}: sections of tables.md, with values for figures and plans."""
+    figures, texts = read_figures(), {}
     _, *sections = re.split(r"^## ", TEMPLATES.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    return {title: CELL.sub(lambda match: cell(match, figures), text.strip())
-            for title, text in (section.split("\n", 1) for section in sections)}
+    for title, text in (section.split("\n", 1) for section in sections):
+        text = text.strip()
+        texts[title] = "\n".join(planned(text, plans)) if text.startswith("plan: ") else CELL.sub(lambda match: cell(match, figures), text)
+    return texts
 
 
 class Plans:
@@ -195,8 +211,8 @@ class Plans:
             fail(f"{self.parka}: prints no plan; build parka, or name the program with --parka")
 
     @staticmethod
-    def in_use(plan):
-        return f"{(plan['total_bytes'] + plan['context_bytes']) / 1e9:.1f}"
+    def in_use(plan, form=".1f"):
+        return format((plan["total_bytes"] + plan["context_bytes"]) / 1e9, form)
 
     def fits(self):
         """What it takes to fit: nothing, changes of the config, or more GPUs."""
@@ -263,7 +279,8 @@ def peers():
 
 
 def tables(options):
-    texts, plans, used, wrong = template_tables(), Plans(options.parka), set(), []
+    plans, used, wrong = Plans(options.parka), set(), []
+    texts = template_tables(plans)
     made = {"peers": peers, "fits": plans.fits, "ladder": plans.ladder, "paper-models": plans.paper_models}
 
     def written_by(page):
