@@ -241,20 +241,24 @@ class ChatTemplate:
 
     def _unseen(self, template: str, text: str, messages: list[dict], tools: list | None) -> list[int]:
         """The numbers of messages with content that leaves no trace in the text. What a template cuts from the front of content, as
-        earlier reasoning, is no case of that."""
+        earlier reasoning, is no case of that, nor is what the assistant says to a call of tools if only the last turn shows it."""
         saying = [number for number, message in enumerate(messages, 1) if says_something(message.get("content"))]
 
-        def marked(some: list[int], kept: str) -> str | None:
+        def marked(some: list[int], kept: str, last: int | None = None) -> str | None:
             changed = [
                 {**message, "content": kept.format(message["content"], f"zq{number}qz")} if number in some else message
-                for number, message in enumerate(messages, 1)
+                for number, message in enumerate(messages[:last], 1)
             ]
             return self._text_or_none(template, changed, tools)
 
+        def is_unseen(number: int) -> bool:
+            if marked([number], "{1}") != text:
+                return False
+            return not messages[number - 1].get("tool_calls") or marked([number], "{1}", number) == marked([], "", number)
+
         together = marked(saying, "{}{}") or ""
-        doubtful = [number for number in saying if f"zq{number}qz" not in together]
         # A template may ask what the content is, or show another part of it.
-        return [number for number in doubtful if marked([number], "{1}") == text]
+        return [number for number in saying if f"zq{number}qz" not in together and is_unseen(number)]
 
     def _hidden_of(self, template: str, keys: tuple[str, ...], text: str, messages: list[dict], tools: list | None) -> list[str]:
         """The first of the keys under which messages say something, if the template shows nothing of what is under any."""

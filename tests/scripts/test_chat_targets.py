@@ -186,6 +186,12 @@ class Content(Targets):
                 chat = [system, user(" hi"), assistant("<think>\nHm</think>a"), {"role": "tool", "content": " "}, assistant("<think>\nHm</think>b")]
                 self.assertIn("b", self.targets([{"messages": chat}], template).lower())
 
+    def test_words_to_a_call_may_be_shown_in_the_last_turn_alone(self):
+        """As in gpt-oss's template, where they are reasoning."""
+        last = CALLS.replace("ARGUMENTS", "1").replace("{{ m.content }}", "{{ m.content if loop.last or not m.tool_calls }}")
+        for words in ("Let me see.", "Hm.", "rain"):
+            self.assertEqual(self.targets([{"messages": calling({}, words)}], last), "[weather 1]<|im_end|>It rains.<|im_end|>")
+
     def test_other_names_of_calls_and_reasoning_are_refused_too(self):
         for key, value in (("function_call", {"name": "weather", "arguments": "{}"}), ("reasoning", "Hm."), ("thinking", "Hm.")):
             with self.subTest(key=key):
