@@ -27,7 +27,7 @@ from python_packages import require
 require("numpy")
 import numpy as np  # noqa: E402
 
-from run_metrics import RunClock, centred_mean, fail, metrics_path, named_runs, read_records, save_picture, smooth_curve, warn  # noqa: E402
+from run_metrics import RunClock, centred_mean, fail, metrics_path, named_runs, read_records, run_main, save_picture, smooth_curve, warn  # noqa: E402
 
 REPLICATES = 1000
 BAND_POINTS = 100  # of the picture, for each run
@@ -251,4 +251,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -34,7 +34,7 @@ import signal
 import sys
 import threading
 
-from run_metrics import fail, warn
+from run_metrics import fail, run_main, warn
 from run_tail import NotARun, Tail
 
 
@@ -146,4 +146,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

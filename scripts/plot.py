@@ -22,7 +22,7 @@ Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writin
 import argparse
 import functools
 
-from run_metrics import fail, median, metrics_path, named_runs, read_records, save_picture, smooth_curve
+from run_metrics import fail, median, metrics_path, named_runs, read_records, run_main, save_picture, smooth_curve
 
 MARKERS = "osv^D*P<>X"
 DASHES = ("-", "--", ":", "-.")
@@ -208,4 +208,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -51,10 +51,11 @@ from python_packages import require  # noqa: E402
 require("numpy")
 import numpy as np  # noqa: E402
 
+from script_exit import print_last, run_script  # noqa: E402
 from text_data import chat, parts  # noqa: E402
 from text_data.common import InputError, Parser  # noqa: E402
 from text_data.packing import ChatSplit  # noqa: E402
-from text_data.partial import Partial, new_folder, print_last, run_script  # noqa: E402
+from text_data.partial import Partial, new_folder  # noqa: E402
 from text_data.readers import MAX_DOCUMENT_BYTES, Reading, find_files  # noqa: E402
 from text_data.token_writer import TokenWriter  # noqa: E402
 from text_data.tokenizer import EOS_NAMES, padded_vocab_size, tokenizer_file  # noqa: E402

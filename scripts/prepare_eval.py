@@ -35,8 +35,8 @@ from python_packages import advice, require  # noqa: E402
 
 require("numpy")
 from image_data.conversations import PLACEHOLDER, key_not_read  # noqa: E402
+from script_exit import run_script  # noqa: E402
 from text_data.common import InputError, Parser, file_behind, one_line, print_made, refuse_to_replace, write_lines  # noqa: E402
-from text_data.partial import run_script  # noqa: E402
 from text_data.tokenizer import make_tokenizer, tokenizer_file  # noqa: E402
 
 METRICS = ("acc", "len_norm", "pmi_dc")

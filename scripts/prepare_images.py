@@ -52,9 +52,10 @@ from image_data.samples import SampleMaker, Settings, groups_of_samples  # noqa:
 from image_data.shards import (  # noqa: E402
     Images, PictureProgress, ShardMaker, groups_of_pictures, make_images, stat_picture
 )
+from script_exit import print_last, run_script  # noqa: E402
 from text_data import chat, parts  # noqa: E402
 from text_data.common import InputError, Parser  # noqa: E402
-from text_data.partial import Partial, new_folder, print_last, run_script  # noqa: E402
+from text_data.partial import Partial, new_folder  # noqa: E402
 from text_data.readers import find_files  # noqa: E402
 from text_data.tokenizer import EOS_NAMES, padded_vocab_size, tokenizer_file  # noqa: E402
 from tokenizer_files import copy_tokenizer, keep_chat, keep_end_of_turn, write_object  # noqa: E402

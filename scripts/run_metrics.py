@@ -7,6 +7,7 @@ import os
 import sys
 
 from python_packages import missing
+from script_exit import print_last, run_script
 
 
 def fail(message, code=2):
@@ -17,7 +18,16 @@ def fail(message, code=2):
 
 def warn(message):
     """What goes on in spite of it."""
-    print(f"{os.path.basename(sys.argv[0])}: warning: {message}", file=sys.stderr, flush=True)
+    print_line(f"warning: {message}")
+
+
+def print_line(message):
+    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
+
+
+def run_main(main):
+    """Ends the script with what script_exit.run_script() makes of its `main`."""
+    sys.exit(run_script(lambda _: print_last(main), print_line))
 
 
 def metrics_path(run):

@@ -26,7 +26,7 @@ require("numpy")
 import numpy as np  # noqa: E402
 
 from compare import print_rows  # noqa: E402
-from run_metrics import fail  # noqa: E402
+from run_metrics import fail, run_main  # noqa: E402
 
 
 def read_answers(path):
@@ -93,4 +93,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

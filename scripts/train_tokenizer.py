@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from python_packages import require  # noqa: E402
 
 require("numpy", "tokenizers")
-from text_data.common import InputError, Parser, print_made, require_writable, write_file  # noqa: E402
-from text_data.partial import run_script  # noqa: E402
+from script_exit import run_script  # noqa: E402
+from text_data.common import InputError, Parser, print_made, real_path, require_writable, write_file  # noqa: E402
 from text_data.readers import InputFile, Reading, find_files  # noqa: E402
 from text_data.tokenizer import EOS_NAMES  # noqa: E402
 
@@ -81,7 +81,7 @@ def train(options: argparse.Namespace):
     """A tokenizers.Tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    files = list(find_files(options.input, options.include, options.out.resolve(), print_line))
+    files = list(find_files(options.input, options.include, real_path(options.out), print_line))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from text_data.common import InputError
+from text_data.common import InputError, real_path
 from text_data.parts import Progress, finish_part, make_parts, time_left
 
 from .files import VERSION, PixelsWriter, shard_name
@@ -47,7 +47,7 @@ class ShardMaker:
         self.settings, self.folder, self.progress = settings, folder, progress
 
     def path(self, index: int, group: list[PictureFile]) -> Path:
-        files = [(str(file.path.resolve()), file.size, file.changed) for file in group]
+        files = [(str(real_path(file.path)), file.size, file.changed) for file in group]
         known = json.dumps([VERSION, asdict(self.settings), index, files])
         return self.folder / f"pixels-{index:05d}-{hashlib.blake2b(known.encode(), digest_size=12).hexdigest()}"
 

@@ -25,7 +25,7 @@ import numpy as np  # noqa: E402
 
 from compare import print_rows  # noqa: E402
 from equal_loss import draw_band, figure, student_interval  # noqa: E402
-from run_metrics import fail, metrics_path, read_records, runs_by_seed, save_picture  # noqa: E402
+from run_metrics import fail, metrics_path, read_records, run_main, runs_by_seed, save_picture  # noqa: E402
 
 
 def read_curve(name, run):
@@ -128,4 +128,4 @@ def main():
 
 
 if __name__ == "__main__":
-    main()
+    run_main(main)

@@ -25,8 +25,8 @@ from pathlib import Path
 from typing import Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from text_data.common import InputError, Parser, print_made, write_lines  # noqa: E402
-from text_data.partial import run_script  # noqa: E402
+from script_exit import run_script  # noqa: E402
+from text_data.common import InputError, Parser, print_made, real_path, write_lines  # noqa: E402
 from text_data.readers import find_files  # noqa: E402
 
 REQUEST = "Write the rest of this Python function."
@@ -96,7 +96,7 @@ def read_source(path: Path) -> str | None:
 def conversations(options: argparse.Namespace) -> Iterator[dict]:
     seen: set[tuple[str, str]] = set()
     left_out: list[Path] = []
-    for path in find_files(options.input, options.include or ["*.py"], options.out.resolve(), print_line):
+    for path in find_files(options.input, options.include or ["*.py"], real_path(options.out), print_line):
         source = read_source(path)
         if source is None:
             left_out.append(path)

@@ -29,8 +29,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from python_packages import require  # noqa: E402
 
 require("numpy")
-from text_data.common import InputError, Parser, print_made, write_lines  # noqa: E402
-from text_data.partial import run_script  # noqa: E402
+from script_exit import run_script  # noqa: E402
+from text_data.common import InputError, Parser, print_made, real_path, write_lines  # noqa: E402
 from text_data.parts import is_held_out, is_new  # noqa: E402
 from text_data.readers import InputFile, Reading, find_files  # noqa: E402
 
@@ -103,7 +103,7 @@ def question_of(text: str, digest: bytes, options: argparse.Namespace) -> dict |
 
 def questions(options: argparse.Namespace) -> Iterator[dict]:
     reading, seen = Reading(options.jsonl_field, split_bytes=options.split_bytes), set()
-    for path in find_files(options.input, options.include, options.out.resolve(), print_line):
+    for path in find_files(options.input, options.include, real_path(options.out), print_line):
         for document in InputFile(path, reading).documents():
             digest = hashlib.blake2b(document, digest_size=16).digest()
             if options.eval_fraction > 0 and not is_held_out(digest, options.eval_fraction):

@@ -14,6 +14,9 @@ from pathlib import Path
 from typing import BinaryIO, Iterable, Iterator
 
 
+MOST_QUOTED = 400  # characters of what a library says
+
+
 class InputError(Exception):
     """The user can fix it. One line: what, where, what to do."""
 
@@ -21,6 +24,10 @@ class InputError(Exception):
 class Parser(argparse.ArgumentParser):
     def error(self, message: str):
         raise InputError(f"{message}; see --help")
+
+    def print_help(self, file=None):
+        with contextlib.suppress(BrokenPipeError):  # nobody reads it to its end
+            super().print_help(file)
 
     def parse_args(self, *arguments):
         options = super().parse_args(*arguments)
@@ -31,7 +38,20 @@ class Parser(argparse.ArgumentParser):
 
 
 def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    """What a library says, which may quote the bytes of a file and be long."""
+    text = printable(" ".join(str(error).split()))
+    return text if len(text) <= MOST_QUOTED else f"{text[:MOST_QUOTED]}..."
+
+
+def printable(text: object) -> str:
+    """In one line that a terminal takes no commands from: control characters, as names of files may have, are spelled out."""
+    line = " ".join(str(text).splitlines())
+    return re.sub(r"[\0-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda found: f"\\x{ord(found[0]):02x}", line)
+
+
+def real_path(path: Path) -> Path:
+    """Without links. Of a loop of links, for which Path.resolve() raises an error of its own, it is the path of one of them."""
+    return Path(os.path.realpath(path))
 
 
 def refuse_address(path: Path) -> None:

@@ -6,18 +6,16 @@ import fcntl
 import json
 import os
 import shutil
-import signal
-import sys
 from pathlib import Path
 from typing import BinaryIO, Callable
 
-from .common import InputError, one_line, sync, sync_folder
+from .common import InputError, real_path, sync, sync_folder
 
 
 def new_folder(out: Path) -> Path:
     """The absolute path of a folder that is not there yet, or is empty."""
-    out = out.resolve()
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    out = real_path(out)
+    if os.path.lexists(out) and not (out.is_dir() and not any(out.iterdir())):
         raise InputError(f"{out}: exists and is not an empty folder; give --out another name or remove it")
     if os.path.ismount(out):
         raise InputError(f"{out}: is where a file system is mounted, which no folder can replace; give --out a folder in it")
@@ -74,29 +72,3 @@ class Partial:
     def finish(self) -> None:
         self.staging.rename(self._out)
         sync_folder(self._out.parent)
-
-
-def print_last(print_summary: Callable[[], None]) -> None:
-    """Prints what was made. That nobody reads it to its end, `head` for example, is no error: all is written."""
-    try:
-        print_summary()
-        sys.stdout.flush()
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # for what is left to flush when Python ends
-
-
-def run_script(run: Callable[[list[str]], None], print_line: Callable[[str], None]) -> int:
-    """Runs a script's `run` with the arguments of the command line. Returns the exit code."""
-    # As an exception, so that what cannot be continued is removed.
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
-    try:
-        run(sys.argv[1:])
-    except InputError as error:
-        print_line(f"error: {' '.join(str(error).splitlines())}")  # names of files and samples may hold line ends
-        return 2
-    except OSError as error:
-        print_line(f"error: writing failed: {one_line(error)}")
-        return 4
-    except KeyboardInterrupt:
-        return 128 + signal.SIGINT
-    return 0

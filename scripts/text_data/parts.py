@@ -26,7 +26,7 @@ from typing import Callable, Iterable, Iterator
 import numpy as np
 
 from .chat import ChatTemplate
-from .common import InputError, sync
+from .common import InputError, real_path, sync
 from .readers import InputFile, Reading
 from .tokenizer import make_tokenizer
 
@@ -165,7 +165,7 @@ class PartMaker:
         self._fingerprint = json.dumps(known)
 
     def path(self, index: int, group: list[File]) -> Path:
-        files = [(str(file.path.resolve()), file.size, file.changed) for file in group]
+        files = [(str(real_path(file.path)), file.size, file.changed) for file in group]
         key = hashlib.blake2b(json.dumps([self._fingerprint, index, files]).encode(), digest_size=12).hexdigest()
         return self.folder / f"{index:06d}-{key}"
 
@@ -209,10 +209,11 @@ class PartMaker:
                 if not self._is_text(document, source.place):
                     counts["not_utf8_documents"] += 1
                     continue
-                digest = self._digest(document, source.place)
                 if not document.strip():
                     counts["empty_documents"] += 1
-                elif not self.settings.keep_duplicates and not is_new(digest, seen):
+                    continue
+                digest = self._digest(document, source.place)
+                if not self.settings.keep_duplicates and not is_new(digest, seen):
                     counts["duplicate_documents"] += 1
                 else:
                     yield document, digest, source.place

@@ -51,6 +51,19 @@ class ByteTokenizer:
         return result
 
 
+@contextlib.contextmanager
+def telling_failures(what: str, advice: str) -> Iterator[None]:
+    """The library has no class of its own for its errors, and its panics are no Exception."""
+    try:
+        yield
+    except InputError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InputError(f"{what} ({one_line(error)}); {advice}")
+
+
 class JsonTokenizer:
     """A tokenizer.json of Hugging Face's tokenizers library. A tokenizer_config.json beside it names the tokens that
     begin and end a document.
@@ -65,22 +78,23 @@ class JsonTokenizer:
             from tokenizers import Tokenizer
         except ImportError:
             raise InputError(f"--tokenizer needs the tokenizers package; {advice('tokenizers')}")
-        try:
+        with telling_failures(f"{path}: is not a tokenizer.json", "give another file"):
             self._tokenizer = Tokenizer.from_file(str(path))
-        except Exception as error:  # the library raises plain Exception
-            raise InputError(f"{path}: is not a tokenizer.json ({one_line(error)}); give another file")
+            self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
+        if self.vocab_size == 0:
+            raise InputError(f"{path}: has no tokens; give another file")
         # A tokenizer.json may carry the settings of whoever saved it; both would damage documents.
         self._tokenizer.no_truncation()
         self._tokenizer.no_padding()
         self.name, self.path = path.name, path
         self.sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
-        self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values())
         config = tokenizer_config(path.parent)
         self.special_tokens = special_tokens_of(config)
         self.lacking = {token for token in tokens_named(path.parent, config) if self.id_of(token) is None}
         added = self._tokenizer.get_added_tokens_decoder().values()
         self.added_tokens = tuple(token.content for token in added if not token.content.isspace())
-        self.bos = self._find_bos(bos_name, config.get("add_bos_token"))
+        with self._told_failures():
+            self.bos = self._find_bos(bos_name, config.get("add_bos_token"))
         self.eos = self._find_eos(eos_name, needs_eos)
         self._given = {"bos_token": bos_name, "eos_token": eos_name}
 
@@ -146,15 +160,9 @@ class JsonTokenizer:
             raise InputError(f"{self.path}: has no token {name}; give {option} another name")
         return token
 
-    @contextlib.contextmanager
-    def _told_failures(self) -> Iterator[None]:
+    def _told_failures(self) -> contextlib.AbstractContextManager[None]:
         """A tokenizer without a token for what is unknown to it cannot encode every text."""
-        try:
-            yield
-        except Exception as error:  # the library has no class of its own for them
-            raise InputError(
-                f"{self.path}: cannot tokenize a text ({one_line(error)}); give a tokenizer with an unknown token or with bytes"
-            )
+        return telling_failures(f"{self.path}: cannot tokenize a text", "give a tokenizer with an unknown token or with bytes")
 
     def encode(self, texts: list[bytes]) -> list[np.ndarray]:
         """Ids of each text, each tokenized as a whole, without bos and eos."""
