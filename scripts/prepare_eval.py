@@ -23,9 +23,12 @@ Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writin
 from __future__ import annotations
 
 import argparse
+import contextlib
+import io
 import json
 import re
 import sys
+import zlib
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Callable, Iterator
@@ -34,9 +37,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from python_packages import advice, require  # noqa: E402
 
 require("numpy")
-from image_data.conversations import PLACEHOLDER, key_not_read  # noqa: E402
+from image_data.conversations import PLACEHOLDER, key_not_read, lies_elsewhere  # noqa: E402
 from script_exit import run_script  # noqa: E402
 from text_data.common import InputError, Parser, file_behind, one_line, print_made, refuse_to_replace, write_lines  # noqa: E402
+from text_data.readers import InputFile, Reading, object_of, unreadable  # noqa: E402
 from text_data.tokenizer import make_tokenizer, tokenizer_file  # noqa: E402
 
 METRICS = ("acc", "len_norm", "pmi_dc")
@@ -144,6 +148,8 @@ def image_choice(doc: dict) -> Request:
     images = texts_of([images] if isinstance(images, str) else images or [], "images")
     if not all(images):
         raise ValueError("a name of its images is empty")
+    if other := next(filter(lies_elsewhere, images), None):
+        raise ValueError(f"its image {other!r} does not lie in --image-folder")
     if not images and (key := key_not_read(doc)) is not None:
         raise ValueError(f"it has {key!r} and no 'image', which is the key that is read")
     question, answer = doc["question"], doc["answer"]
@@ -197,17 +203,13 @@ TASKS: dict[str, tuple[Callable[[dict], Request], str]] = {
 def read_requests(path: Path, task: str, prompt: str) -> Iterator[Request]:
     """The requests of a file, each checked. `prompt` has {question} in the place of an image_choice's question."""
     make_request, _ = TASKS[task]
-    try:
-        file = open(path, encoding="utf-8-sig")  # which needs no byte order mark
-    except OSError as error:
-        raise InputError(f"{path}: cannot be opened ({error.strerror}); give a JSON Lines file")
-    with file:
-        for number, line in enumerate(lines_of(file, path), 1):
+    with contextlib.closing(lines_of(path)) as lines:
+        for number, line in enumerate(lines, 1):
             if not line.strip():
                 continue
             where = f"{path}, line {number}"
             try:
-                doc = json.loads(line)
+                doc = json.loads(line, object_pairs_hook=object_of)
             except (ValueError, RecursionError) as error:
                 raise InputError(f"{where}: is not JSON ({one_line(error)}); give a JSON Lines file, a document per line")
             try:
@@ -223,13 +225,14 @@ def read_requests(path: Path, task: str, prompt: str) -> Iterator[Request]:
             yield request
 
 
-def lines_of(file, path: Path) -> Iterator[str]:
+def lines_of(path: Path) -> Iterator[str]:
     try:
-        yield from file
+        with InputFile(path, Reading()).content() as file, io.TextIOWrapper(file, encoding="utf-8-sig") as text:
+            yield from text  # with or without a byte order mark
     except UnicodeDecodeError as error:
         raise InputError(f"{path}: is not UTF-8 text ({one_line(error)}); give a JSON Lines file")
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror}); give a JSON Lines file")
+    except (OSError, EOFError, zlib.error) as error:
+        raise unreadable(path, error)
 
 
 def check(request: Request, where: str) -> None:
@@ -314,7 +317,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
         allow_abbrev=False,
     )
     add = parser.add_argument
-    add("input", type=Path, help="JSON Lines file with the task's documents")
+    add("input", type=Path, help="JSON Lines file with the task's documents, also as .gz or .zst")
     add("--out", required=True, type=Path, help="request file to create")
     add("--task", required=True, choices=sorted(TASKS), help="the task that the documents belong to")
     add("--tokenizer", default="bytes", type=tokenizer_file, help="bytes, or a tokenizer.json or its folder (default: bytes)")

@@ -18,7 +18,7 @@ from typing import Iterator
 
 from text_data.common import InputError, one_line
 from text_data.conversations import TRAIN, is_target
-from text_data.readers import InputFile, Reading, refuse_utf16
+from text_data.readers import InputFile, KeyTwice, Reading, object_of, refuse_utf16, unreadable
 
 PLACEHOLDER = "<image>"
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
@@ -52,27 +52,30 @@ def read_records(path: Path) -> Iterator[tuple[str, object]]:
             while first and not first.strip():
                 first, number = file.readline(), number + 1
             if first.lstrip().startswith(b"["):
-                records = json.loads(first + file.read())
+                records = json.loads(first + file.read(), object_pairs_hook=object_of)
                 yield from ((f"{path}: sample {number} of the array", record) for number, record in enumerate(records, 1))
                 return
             while first:
                 if first.strip():
-                    yield f"{path}:{number}", json.loads(first)
+                    yield f"{path}:{number}", json.loads(first, object_pairs_hook=object_of)
                 first, number = file.readline(), number + 1
     except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: is neither a JSON array nor JSON Lines ({one_line(error)}); fix it")
     except (OSError, EOFError, zlib.error) as error:
-        raise InputError(f"{path}: cannot be read ({one_line(error)}); fix it or leave it out")
+        raise unreadable(path, error)
 
 
 def sample_of(record: object, place: str, conversion: Conversion) -> Sample:
     """Raises InputError for what is no conversation about images, with its id."""
     if not isinstance(record, dict):
         raise InputError(f"{place}: is no object; give one for each sample")
-    if "id" in record:
-        place = f"{place}, id {record['id']}"
-    images = images_of(record, place)
-    messages = messages_of(record, place)
+    try:
+        if "id" in record:
+            place = f"{place}, id {record['id']}"
+        images = images_of(record, place)
+        messages = messages_of(record, place)
+    except KeyTwice as error:
+        raise InputError(f"{place}: {error}; keep one of them")
     if conversion.system is not None and messages[0]["role"] != "system":
         messages.insert(0, {"role": "system", "content": conversion.system})
     found = sum(m["content"].count(PLACEHOLDER) for m in messages if m["role"] == "user")
@@ -96,7 +99,14 @@ def images_of(record: dict, place: str) -> list[str]:
         raise InputError(f'{place}: has "{key}" and no "image", which is the key that is read; rename it or leave it out')
     if not all(isinstance(name, str) and name and "\0" not in name for name in images):
         raise InputError(f'{place}: its "image" is neither a file name nor a list of them; fix it or leave it out')
+    if other := next(filter(lies_elsewhere, images), None):
+        raise InputError(f'{place}: its "image" {other} does not lie in --image-folder; name it relative to that, without ".."')
     return images
+
+
+def lies_elsewhere(name: str) -> bool:
+    """Whether a name leaves the folder that it is in. Links in the folder may: whoever made the folder made them."""
+    return name.startswith("/") or ".." in name.split("/")
 
 
 def key_not_read(record: dict) -> str | None:

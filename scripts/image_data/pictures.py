@@ -17,6 +17,7 @@ import numpy as np
 from PIL import Image, UnidentifiedImageError
 
 from text_data.common import one_line
+from text_data.formats import POINTERS, is_irregular, kind_of_start, read_start, told
 
 FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "PPM")
 GEOMETRIES = ("crop", "pad", "stretch")
@@ -100,19 +101,29 @@ def read_picture(path: Path) -> Image.Image:
             warnings.simplefilter("ignore")
             # Pixels without bound would take memory without bound.
             warnings.simplefilter("error", Image.DecompressionBombWarning)
+            if is_irregular(path):
+                raise PictureError("is a pipe, a socket or a device, not a file")
             with Image.open(path, formats=FORMATS) as picture:
                 check_mode(picture)
                 picture.load()
                 return picture.convert("RGB")
     except UnidentifiedImageError:
-        empty = path.stat().st_size == 0
-        raise PictureError("is empty" if empty else f"is no picture of the formats {', '.join(FORMATS)}")
+        raise PictureError(told_of(path))
     except OSError as error:
         raise PictureError(f"cannot be read ({error.strerror or one_line(error)})")
     except (Image.DecompressionBombWarning, Image.DecompressionBombError):
         raise PictureError(f"has more than {Image.MAX_IMAGE_PIXELS:,} pixels")
     except (SyntaxError, ValueError, EOFError, OverflowError, IndexError, struct.error, zlib.error) as error:
         raise PictureError(f"cannot be read ({one_line(error)})")  # what decoders raise for damaged files
+
+
+def told_of(path: Path) -> str:
+    """What is wrong with a file of none of the formats."""
+    start, size = read_start(path), path.stat().st_size
+    kind = kind_of_start(start, size)
+    if size == 0:
+        return "is empty"
+    return told(kind) if kind in POINTERS else f"is no picture of the formats {', '.join(FORMATS)}"
 
 
 def check_mode(picture: Image.Image) -> None:

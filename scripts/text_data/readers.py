@@ -16,18 +16,12 @@ import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Callable, Iterable, Iterator
+from typing import BinaryIO, Callable, Iterator
 
-from python_packages import advice
-
-from .common import InputError, hub_advice, one_line, refuse_address, refuse_to_replace
+from .common import InputError, hub_advice, one_line, printable, real_path, refuse_address, refuse_to_replace
 from .conversations import RECORD_KEYS, bytes_of, conversation_of, kind_of
-
-# Bounds the memory: a document is tokenized as a whole.
-MAX_DOCUMENT_BYTES = 64 * 2**20
-# Rows of a table that are in memory at the same time, beside what the format itself keeps (a group of rows of Parquet).
-TABLE_ROWS = 256
-FORMAT_NAMES = {"parquet": "Parquet", "arrow": "an Arrow table"}
+from .formats import ARCHIVES, START_BYTES, TABLES, check_content, file_format, kind_of_start, refuse_archive, refuse_irregular
+from .tables import MAX_DOCUMENT_BYTES, check_size, import_pyarrow, table_rows
 
 
 @dataclass(frozen=True)
@@ -47,16 +41,17 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: C
     for given in inputs:
         if os.path.isfile(given):
             refuse_to_replace(given, out)
+            refuse_archive(given)
             yield given
         elif os.path.isdir(given):
             for folder, folders, names in os.walk(given, onerror=raise_unreadable):
                 visible = [f for f in folders if not f.startswith(".")]
-                folders[:] = sorted(f for f in visible if (Path(folder) / f).resolve() != out)
+                folders[:] = sorted(f for f in visible if real_path(Path(folder) / f) != out)
                 links += [Path(folder) / f for f in folders if os.path.islink(Path(folder) / f)]
                 named = data_set_files(Path(folder), names)
                 for name in named or sorted(names):
                     path = Path(folder) / name
-                    if name == out.name and path.resolve() == out:
+                    if name == out.name and real_path(path) == out:
                         continue
                     if not is_wanted_name(path.relative_to(given), patterns):
                         continue
@@ -66,12 +61,15 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: C
                         refuse_missing(path, out, bool(named))
         else:
             refuse_address(given)
+            refuse_irregular(given)
             advice = hub_advice(str(given), "--repo-type dataset") if "/" in str(given) else ""
             raise InputError(f"{given}: no such file or folder, or not one that you may read{advice and f'; {advice}'}")
-    searched = [given.resolve() for given in inputs if os.path.isdir(given)]
-    if left_out := [link for link in links if not is_below(link.resolve(), searched)]:
+    searched = [real_path(given) for given in inputs if os.path.isdir(given)]
+    if left_out := [link for link in links if not is_below(real_path(link), searched)]:
         others = f" and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
-        print_line(f"{left_out[0]}{others}: links to folders are not followed; to have their files, give these folders, too")
+        print_line(
+            f"warning: {printable(left_out[0])}{others}: links to folders are not followed; to have their files, give these folders, too"
+        )
 
 
 def refuse_missing(path: Path, out: Path, named: bool) -> None:
@@ -112,36 +110,13 @@ def data_set_files(folder: Path, names: list[str]) -> list[str]:
             splits = json.loads((folder / "dataset_dict.json").read_bytes())["splits"]
             raise InputError(f"{folder}: is a data set with splits; give one or more of them: {', '.join(splits)}")
         if "state.json" in names and "dataset_info.json" in names:
-            return [file["filename"] for file in json.loads((folder / "state.json").read_bytes())["_data_files"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            tables = [file["filename"] for file in json.loads((folder / "state.json").read_bytes())["_data_files"]]
+            if other := next((name for name in tables if name in ("", "..") or name != os.path.basename(name)), None):
+                raise ValueError(f"its table {other} lies elsewhere")
+            return tables
+    except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
         raise InputError(f"{folder}: is a data set that cannot be read ({one_line(error)}); save it again")
     return []
-
-
-def file_format(path: Path) -> str:
-    """gz, zst, parquet, arrow, or plain. A suffix of a compressed file counts, even where the content disagrees."""
-    if path.suffix in (".gz", ".zst", ".parquet", ".arrow") and path.stat().st_size == 0:
-        raise InputError(f"{path}: has no bytes, as after a download that failed; fetch it again or remove it")
-    if path.suffix in (".gz", ".zst"):
-        return path.suffix[1:]
-    with open(path, "rb") as file:
-        start = file.read(6)
-    # An Arrow stream begins with the mark of a message, which is followed by the length of its schema.
-    signs = {b"\x1f\x8b": "gz", b"\x28\xb5\x2f\xfd": "zst", b"PAR1": "parquet", b"ARROW1": "arrow", b"\xff" * 4: "arrow"}
-    return next((name for sign, name in signs.items() if start.startswith(sign)), "plain")
-
-
-def import_pyarrow(path: Path, what: str):
-    try:
-        import pyarrow.parquet
-    except ImportError:
-        raise InputError(f"{path}: {what} needs the pyarrow package; {advice('pyarrow')}")
-    return pyarrow
-
-
-def check_size(document: bytes, place: str, advice: str) -> None:
-    if len(document) > MAX_DOCUMENT_BYTES:
-        raise InputError(f"{place}: a document of more than {MAX_DOCUMENT_BYTES // 2**20} MiB; {advice}")
 
 
 class InputFile:
@@ -165,47 +140,71 @@ class InputFile:
         try:
             yield from self._documents()
         except (OSError, EOFError, zlib.error) as error:
-            raise InputError(f"{self.path}: cannot be read ({one_line(error)}); fix it or leave it out")
+            raise unreadable(self.path, error)
 
     def _documents(self) -> Iterator[bytes]:
         reading = self._reading
-        if (kind := file_format(self.path)) in FORMAT_NAMES:
+        has_records = reading.field is not None or bool(reading.chat)
+        if (kind := file_format(self.path, has_records)) in TABLES:
             yield from self._table_documents(kind)
-        elif reading.field is not None or reading.chat:
-            with self._open(kind) as file:
+        elif has_records:
+            with self._open(kind, has_records) as file:
                 refuse_utf16(file, self.path)
-                yield from self._jsonl_documents(file)
+                yield from self._with_values(self._jsonl_documents(file))
         elif not self._looks_binary(kind):
-            with self._open(kind) as file:
+            with self._open(kind, has_records) as file:
                 yield from self._text_documents(file)
 
+    def _with_values(self, documents: Iterator[bytes | None]) -> Iterator[bytes]:
+        """Records without a value, as tables have them and programs that leave out what is null, count as empty documents. A file
+        that has no others is of another form."""
+        records = values = 0
+        for document in documents:
+            records += 1
+            values += document is not None
+            yield document or b""
+        if records and not values:
+            field, advice = self._reading.field, "name another one with --jsonl-field, or leave the file out"
+            if self._reading.chat:
+                field, advice = "messages", "--chat wants a list of messages in each record"
+            raise InputError(f'{self.path}: all of its {records:,} records lack "{field}", or have null there; {advice}')
+
     def content(self) -> contextlib.AbstractContextManager[BinaryIO]:
-        """What is in it, decompressed."""
-        return self._open(file_format(self.path))
+        """What is in a file of JSON, decompressed."""
+        kind = file_format(self.path, has_records=True)
+        if kind in TABLES:
+            raise InputError(f"{self.path}: is {TABLES[kind]}, not JSON; write its rows as JSON Lines")
+        return self._open(kind, has_records=True)
 
     @contextlib.contextmanager
-    def _open(self, kind: str) -> Iterator[BinaryIO]:
+    def _open(self, kind: str, has_records: bool) -> Iterator[BinaryIO]:
         """The content, decompressed. A cut file ends with an error, not early."""
         with open(self.path, "rb") as self._raw:
             if kind == "gz":
                 with gzip.open(self._raw, "rb") as file:
+                    self._check_compressed(file, has_records)
                     yield file
             elif kind == "zst":
                 # Not the zstandard package, which reads the beginning of a cut file as if it were the whole.
                 stream = import_pyarrow(self.path, "Zstandard").CompressedInputStream(self._raw, "zstd")
                 with io.BufferedReader(stream) as file:
+                    self._check_compressed(file, has_records)
                     yield file
             else:
                 yield self._raw
 
+    def _check_compressed(self, file: io.BufferedReader | gzip.GzipFile, has_records: bool) -> None:
+        check_content(file.peek(START_BYTES)[:START_BYTES], self.path, Path(self.path.stem).suffix, has_records)
+
     def _looks_binary(self, kind: str) -> bool:
         """As git decides: whether there is a zero byte near the start. Refuses JSON, which is no plain text."""
-        with self._open(kind) as file:
-            self.is_binary = b"\0" in file.read(8000)
+        with self._open(kind, has_records=False) as file:
+            start = file.read(8000)
+            self.is_binary = b"\0" in start or kind_of_start(start[:START_BYTES]) in ARCHIVES
         if self.is_binary:
             return True
         name = self.path.name.removesuffix(".gz").removesuffix(".zst")
-        with self._open(kind) as file:
+        with self._open(kind, has_records=False) as file:
             is_json = name.endswith((".jsonl", ".ndjson")) or holds_json(file, name.endswith(".json"))
         if is_json:
             for_chat = "" if self._reading.chat is None else " use --chat for conversations,"
@@ -223,18 +222,18 @@ class InputFile:
         while True:
             if split_bytes and not document.endswith(b"\n"):
                 document += file.readline(MAX_DOCUMENT_BYTES + 1)
-            check_size(document, str(self.path), "cut it at line ends with --split-bytes, or leave it out")
+            check_size(len(document), str(self.path), "cut it at line ends with --split-bytes, or leave it out")
             yield document
             document = file.read(size)
             if not document:
                 return
 
-    def _jsonl_documents(self, file: BinaryIO) -> Iterator[bytes]:
+    def _jsonl_documents(self, file: BinaryIO) -> Iterator[bytes | None]:
         number = 0
         while line := file.readline(MAX_DOCUMENT_BYTES + 1):
             number += 1
             self.place = place = f"{self.path}:{number}"
-            check_size(line, place, "split this record")
+            check_size(len(line), place, "split this record")
             if not line.strip():
                 continue
             try:
@@ -245,46 +244,103 @@ class InputFile:
 
     def _table_documents(self, kind: str) -> Iterator[bytes]:
         """The rows of a Parquet file or an Arrow table."""
-        pyarrow = import_pyarrow(self.path, FORMAT_NAMES[kind])
+        pyarrow = import_pyarrow(self.path, TABLES[kind])
         fields = list(RECORD_KEYS) if self._reading.chat else [self._reading.field]
         if fields == [None]:
-            raise InputError(f"{self.path}: is {FORMAT_NAMES[kind]}; name the column of its text with --jsonl-field")
+            raise InputError(f"{self.path}: is {TABLES[kind]}; name the column of its text with --jsonl-field")
         self._raw = open(self.path, "rb")
-        number = 0
         try:
             with self._raw:
-                for row, is_utf8, self._table_position in table_rows(pyarrow, self._raw, kind, fields, self.path):
-                    number += 1
-                    self.place = place = f"{self.path}, row {number}"
-                    document = self._document_of(without_nulls(row) if self._reading.chat else row, place, is_utf8)
-                    check_size(document, place, "split this record")
-                    yield document
-        except pyarrow.ArrowException as error:
-            raise InputError(f"{self.path}: is not {FORMAT_NAMES[kind]} ({one_line(error)}); fix it or leave it out")
+                yield from self._with_values(self._documents_of_rows(table_rows(pyarrow, self._raw, kind, fields, self.path)))
+        except (pyarrow.ArrowMemoryError, MemoryError) as error:
+            raise MemoryError(f"{self.path}: {one_line(error)}")
+        except (pyarrow.ArrowException, OverflowError, ValueError) as error:  # the last where a part of a message is there twice
+            raise InputError(f"{self.path}: cannot be read as {TABLES[kind]} ({one_line(error)}); fix it or leave it out")
 
-    def _document_of(self, record: object, place: str, is_utf8: bool) -> bytes:
-        if isinstance(record, list):
-            raise InputError(f"{place}: is an array; give JSON Lines, one object per line (jq -c '.[]' makes them)")
-        if self._reading.chat:
-            return conversation_of(record, place, is_utf8)
-        field = self._reading.field
-        if not isinstance(record, dict) or field not in record:
-            raise InputError(f'{place}: has no string field "{field}"; name the text\'s field with --jsonl-field')
-        if not isinstance(record[field], str):
+    def _documents_of_rows(self, rows: Iterator[tuple[dict, bool, int]]) -> Iterator[bytes | None]:
+        for number, (row, is_utf8, self._table_position) in enumerate(rows, 1):
+            self.place = place = f"{self.path}, row {number}"
+            if self._reading.chat:  # but what is null is not left out itself
+                row = {name: without_nulls(value) for name, value in row.items()}
+            document = self._document_of(row, place, is_utf8)
+            check_size(len(document or b""), place, "split this record")
+            yield document
+
+    def _document_of(self, record: object, place: str, is_utf8: bool) -> bytes | None:
+        try:
+            return self._value_of(record, place, is_utf8)
+        except KeyTwice as error:
+            raise InputError(f"{place}: {error}; keep one of them")
+
+    def _value_of(self, record: object, place: str, is_utf8: bool) -> bytes | None:
+        if record is None:
+            return None
+        if not isinstance(record, dict):
             raise InputError(
-                f'{place}: the field "{field}" is {kind_of(record[field])}, not text; leave such records out of the file, or name '
+                f"{place}: is {kind_of(record)}, not an object; give JSON Lines, one object per line (of an array jq -c '.[]' makes them)"
+            )
+        if self._reading.chat:
+            is_null = "messages" in record and record.get("messages") is None
+            return None if is_null else conversation_of(record, place, is_utf8)
+        field = self._reading.field
+        if (value := record.get(field)) is None:
+            return None
+        if not isinstance(value, str):
+            raise InputError(
+                f'{place}: the field "{field}" is {kind_of(value)}, not text; leave such records out of the file, or name '
                 "another field with --jsonl-field"
             )
-        return bytes_of(record[field], is_utf8)
+        return bytes_of(value, is_utf8)
+
+
+class KeyTwice(ValueError):
+    """A key that is asked for is there twice. One line, without the place."""
+
+
+class Object(dict):
+    """A JSON object that has keys twice. Those that nobody asks for are no hindrance."""
+
+    def __init__(self, pairs: list[tuple[str, object]]):
+        super().__init__(pairs)
+        names = [name for name, _ in pairs]
+        self._twice = {name for name in names if names.count(name) > 1}
+
+    def __getitem__(self, name):
+        return super().__getitem__(self._once(name))
+
+    def get(self, name, default=None):
+        return super().get(self._once(name), default)
+
+    def items(self):
+        self._once(next(iter(self._twice)))  # whoever takes them all asks for this one, too
+
+    def _once(self, name):
+        if name in self._twice:
+            raise KeyTwice(f'the key "{name}" is there several times')
+        return name
+
+
+def object_of(pairs: list[tuple[str, object]]) -> dict:
+    """For json.loads()."""
+    plain = dict(pairs)
+    return plain if len(plain) == len(pairs) else Object(pairs)
+
+
+def unreadable(path: Path, error: Exception) -> InputError:
+    """Of a file whose content cannot be read to its end."""
+    reason = one_line(error)
+    if "too much memory" in reason:  # what Zstandard says of more than 128 MiB
+        return InputError(f"{path}: was compressed with a window that is too large (zstd --long); decompress it (zstd -d --long=31)")
+    return InputError(f"{path}: cannot be read ({reason}); fix it or leave it out")
 
 
 def load_json(line: bytes) -> tuple[object, bool]:
     """The value, and whether the line is UTF-8. Where it is not, U+DC80 to U+DCFF in texts stand for its bad bytes, as they do
     in Python's names of files."""
     try:
-        return json.loads(line.decode("utf-8-sig")), True
+        return json.loads(line.decode("utf-8-sig"), object_pairs_hook=object_of), True
     except UnicodeDecodeError:
-        return json.loads(line.decode("utf-8-sig", "surrogateescape")), False
+        return json.loads(line.decode("utf-8-sig", "surrogateescape"), object_pairs_hook=object_of), False
 
 
 def refuse_utf16(file: io.BufferedReader | gzip.GzipFile, path: Path) -> None:
@@ -309,79 +365,6 @@ def holds_json(file: BinaryIO, any_json: bool) -> bool:
     except (ValueError, RecursionError):
         return False
     return isinstance(value, dict) or (isinstance(value, list) and any(isinstance(item, dict) for item in value))
-
-
-def table_rows(pyarrow, file: BinaryIO, kind: str, fields: list[str], path: Path) -> Iterator[tuple[dict, bool, int]]:
-    """The rows with the values of these columns, of which the first must be there; whether a row is UTF-8, if not as
-    load_json() has it; and about where in the file the row ends."""
-    stream = kind == "arrow" and file.read(6) != b"ARROW1"
-    file.seek(0)
-    if kind == "parquet":
-        table = pyarrow.parquet.ParquetFile(file)
-        schema = table.schema_arrow
-        pieces = table.iter_batches(TABLE_ROWS, columns=fields, use_threads=False)
-        placed = with_shares(pieces, table.metadata.num_rows, os.fstat(file.fileno()).st_size)
-    elif stream:
-        table = pyarrow.ipc.open_stream(file)
-        schema = table.schema
-        placed = with_places(table, file)
-    else:
-        table = pyarrow.ipc.open_file(file)
-        schema = table.schema
-        placed = with_places(map(table.get_batch, range(table.num_record_batches)), file)
-    if fields[0] not in schema.names:
-        raise InputError(f"{path}: has no column {fields[0]}; it has {', '.join(schema.names)}")
-    for piece, first, last in placed:
-        piece = piece.select([name for name in fields if name in schema.names])
-        for start in range(0, len(piece), TABLE_ROWS):
-            for number, (row, is_utf8) in enumerate(values_of(pyarrow, piece.slice(start, TABLE_ROWS)), start + 1):
-                yield row, is_utf8, first + (last - first) * number // len(piece)
-
-
-def values_of(pyarrow, rows) -> Iterator[tuple[dict, bool]]:
-    """Of a few rows of a table. What it calls text may be other bytes, which pyarrow does not make text of."""
-    try:
-        for row in rows.to_pylist():
-            yield row, True
-    except UnicodeDecodeError:
-        for number in range(len(rows)):
-            row = {name: column[number] for name, column in zip(rows.schema.names, rows.columns)}
-            try:
-                yield {name: value.as_py() for name, value in row.items()}, True
-            except UnicodeDecodeError:
-                yield {name: escaped_value(pyarrow, value) for name, value in row.items()}, False
-
-
-def escaped_value(pyarrow, scalar) -> object:
-    """The value of a cell in which texts are not UTF-8."""
-    if not scalar.is_valid:
-        return None
-    if isinstance(scalar, pyarrow.StringScalar):
-        return scalar.as_buffer().to_pybytes().decode("utf-8", "surrogateescape")
-    if isinstance(scalar, (pyarrow.DictionaryScalar, pyarrow.ExtensionScalar)):
-        return escaped_value(pyarrow, scalar.value)
-    if isinstance(scalar, pyarrow.ListScalar):
-        return [escaped_value(pyarrow, item) for item in scalar.values]
-    if isinstance(scalar, pyarrow.StructScalar):
-        return {name: escaped_value(pyarrow, item) for name, item in scalar.items()}
-    return scalar.as_py()
-
-
-def with_shares(pieces: Iterable, rows: int, size: int) -> Iterator[tuple]:
-    """(piece, where it begins, where it ends) of a Parquet file, by its share of the rows: the bytes of a column lie together,
-    and columns that nobody asks for are not read."""
-    done = 0
-    for piece in pieces:
-        first, done = done, done + len(piece)
-        yield piece, size * first // max(rows, 1), size * done // max(rows, 1)
-
-
-def with_places(pieces: Iterable, file: BinaryIO) -> Iterator[tuple]:
-    """The same of an Arrow table, whose pieces lie one behind the other, each with all of its columns."""
-    last = 0
-    for piece in pieces:
-        first, last = last, file.tell()
-        yield piece, first, last
 
 
 def without_nulls(value: object) -> object:

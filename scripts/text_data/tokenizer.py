@@ -13,6 +13,7 @@ import numpy as np
 from python_packages import advice
 
 from .common import InputError, hub_advice, one_line, refuse_address
+from .formats import refuse_pointer
 from .special_tokens import bos_of, put_around, special_tokens_of, tokenizer_config, tokens_named
 
 # Names of the token that ends a document, where no tokenizer_config.json says which.
@@ -78,6 +79,7 @@ class JsonTokenizer:
             from tokenizers import Tokenizer
         except ImportError:
             raise InputError(f"--tokenizer needs the tokenizers package; {advice('tokenizers')}")
+        refuse_pointer(path)
         with telling_failures(f"{path}: is not a tokenizer.json", "give another file"):
             self._tokenizer = Tokenizer.from_file(str(path))
             self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)

@@ -112,7 +112,7 @@ class Questions(Folder):
         for name, *options in (("research/make_questions.py", "--kind", "lines"), ("research/make_instructions.py",)):
             result = self.script(name, self.folder / "text", "--out", self.folder / "out.jsonl", *options)
             self.assertEqual(result.returncode, 0, result.stderr)
-            self.assertRegex(result.stderr, r"^[a-z_]+: \S+/text/link: links to folders are not followed; .*\n$")
+            self.assertRegex(result.stderr, r"^[a-z_]+: warning: \S+/text/link: links to folders are not followed; .*\n$")
 
 
 if __name__ == "__main__":

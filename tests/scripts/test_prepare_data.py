@@ -70,11 +70,11 @@ class PrepareDataTest(Preparation):
         advice = ": links to folders are not followed; to have their files, give these folders, too\n"
         (self.folder / "in/b").symlink_to("../elsewhere")
         self.out = self.folder / "one"
-        self.assertEqual(self.call(self.folder / "in").stderr, f"prepare_data: {self.folder}/in/b{advice}")
+        self.assertEqual(self.call(self.folder / "in").stderr, f"prepare_data: warning: {self.folder}/in/b{advice}")
         self.assertEqual(self.ids(), ids_of("first"))
         (self.folder / "in/c").symlink_to(".hidden")
         self.out = self.folder / "two"
-        self.assertEqual(self.call(self.folder / "in").stderr, f"prepare_data: {self.folder}/in/b and 1 more{advice}")
+        self.assertEqual(self.call(self.folder / "in").stderr, f"prepare_data: warning: {self.folder}/in/b and 1 more{advice}")
         self.out = self.folder / "given"
         result = self.call(self.folder / "in", self.folder / "in/b", self.folder / "in/c")
         self.assertEqual((result.returncode, result.stderr), (0, ""))
@@ -307,18 +307,18 @@ class PrepareDataTest(Preparation):
             ("0 of them binary; check the paths", "empty", []),
             ("1 files matched, 1 of them binary", "binary", []),
             ("0 files matched", "empty", ["--include", "*.md"]),
-            ("bad.gz: cannot be read", "bad.gz", []),
+            ("bad.gz: ends in .gz, but is text", "bad.gz", []),
             ("cut.gz: cannot be read", "cut.gz", []),
             ("none.gz: has no bytes", "none.gz", []),
             ("none.jsonl.zst: has no bytes", "none.jsonl.zst", ["--jsonl-field", "text"]),
             ("none.parquet: has no bytes", "none.parquet", ["--jsonl-field", "text"]),
             ("a.jsonl: is JSON, not plain text; name the field", "a.jsonl", []),
             ('number.json:2: the field "text" is a number, not text', "number.json", field),
-            ("list.json:1: is an array; give JSON Lines", "list.json", field),
+            ("list.json:1: is an array, not an object; give JSON Lines", "list.json", field),
             ("broken.json:3: is not JSON", "broken.json", field),
             ("wide.jsonl: is in UTF-16; make it UTF-8", "wide.jsonl", field),
             ("wide.jsonl.gz: is in UTF-16; make it UTF-8", "wide.jsonl.gz", field),
-            ('a.jsonl:1: has no string field "body"', "a.jsonl", ["--jsonl-field", "body"]),
+            ('a.jsonl: all of its 1 records lack "body"', "a.jsonl", ["--jsonl-field", "body"]),
         ):
             with self.subTest(name=name, options=options):
                 self.refuse(message, self.folder / name, *options)
@@ -338,7 +338,7 @@ class PrepareDataTest(Preparation):
         self.refuse("huge.txt:1: a document of more than 64 MiB", self.sparse_json(), "--jsonl-field", "text")
 
     def sparse_json(self):
-        path = self.write("json/huge.txt", '{"text": "')
+        path = self.write("json/huge.txt", '{"text": "' + "a" * 2000)
         os.truncate(path, 3 * 2**30)
         return path
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env python3
 """Tests of what scripts/prepare_eval.py reads and refuses. Exits with 77 (skipped) where numpy is missing."""
 import contextlib
+import gzip
 import io
 import json
 import sys
@@ -80,6 +81,27 @@ class Documents(unittest.TestCase):
                 self.assertEqual(code, 2)
                 self.assertRegex(error, r"^prepare_eval: error: .*in.jsonl, line 2: is not a document of image_choice "
                                         r"\(a name of its images is empty\); .*\n$")
+
+    def test_an_image_that_lies_elsewhere_is_refused_with_its_line(self):
+        for name in ("/etc/passwd", "../1.png", "a/../../1.png"):
+            code, error = self.call({**IMAGE_DOCUMENT, "image": name}, task="image_choice")
+            self.assertEqual(code, 2)
+            self.assertRegex(error, r"\Aprepare_eval: error: .*in.jsonl, line 1: [^\n]*does not lie in --image-folder[^\n]*\n\Z")
+
+    def test_what_holds_no_documents_is_refused_by_what_it_is(self):
+        line = (json.dumps(DOCUMENT) + "\n").encode()
+        self.assertEqual(self.call(DOCUMENT), (0, ""))
+        made = self.out.read_bytes()
+        command = ["prepare_eval.py", str(self.input), "--task", "text_choice", "--out", str(self.out)]
+        for content, word in ((gzip.compress(line), None), (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull"),
+                              (b"<!doctype html>", "web page"), (b"PAR1" + bytes(9), "Parquet"), (gzip.compress(line)[:-9], "cannot be read")):
+            self.input.write_bytes(content)
+            error = io.StringIO()
+            with mock.patch.object(sys, "argv", command), contextlib.redirect_stderr(error), contextlib.redirect_stdout(io.StringIO()):
+                code = prepare_eval.main()
+            self.assertEqual(code, 0 if word is None else 2)
+            self.assertIn(word or "", error.getvalue())
+        self.assertEqual(self.out.read_bytes(), made)
 
     def test_text_that_is_not_unicode_is_refused_with_its_line(self):
         for key, value in (("context", "\ud800"), ("choices", [" a", " \udfff"])):

@@ -328,6 +328,9 @@ class Bad(Preparation):
             ({**sample("x7", None, "What?", "It"), "images": ["1.png"]}, 'id x7: has "images" and no "image", which is the key'),
             ({**sample("x7", [], "<image>", "It"), "video": "1.mp4"}, 'id x7: has "video" and no "image", which is the key'),
             (sample("x7", [3], "<image>", "It"), 'id x7: its "image" is neither a file name nor a list'),
+            (sample("x7", "../pictures/1.png", "<image>", "It"), 'id x7: its "image" ../pictures/1.png does not lie in'),
+            (sample("x7", "a/../1.png", "<image>", "It"), 'id x7: its "image" a/../1.png does not lie in'),
+            (sample("x7", ["1.png", "/etc/passwd"], "<image><image>", "It"), 'id x7: its "image" /etc/passwd does not lie in'),
             (sample("x7", "a\0b.png", "<image>", "It"), 'id x7: its "image" is neither a file name nor a list'),
             (sample("x7", "1.png"), "id x7: human and gpt do not speak in turn"),
             ({"id": "x7", "conversations": [{"from": "human", "value": "a"}] * 2}, "id x7: human and gpt do not speak in turn"),
@@ -384,6 +387,43 @@ class Bad(Preparation):
         self.assertEqual((info["left_out"]["bad_images"], info["left_out"]["samples_with_bad_images"]), (2, 2))
         self.assertEqual([line.split(":")[0] for line in info["bad"]], ["4.png", "none.png"])
         self.assertEqual(info["images"]["count"], 2)
+
+    def test_what_is_no_picture_file_is_refused_at_once(self):
+        os.mkfifo(self.pictures / "pipe.png")
+        (self.pictures / "null.png").symlink_to("/dev/zero")
+        (self.pictures / "loop.png").symlink_to("loop.png")
+        (self.pictures / "pointer.png").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+        bad = {"pipe.png": "is a pipe", "null.png": "is a pipe", "loop.png": "cannot be read", "pointer.png": "git lfs pull"}
+        for name, word in bad.items():
+            with self.subTest(name=name):
+                path = self.write([caption(0), sample("x7", name, "<image>", "It")])
+                self.refuse(f"{name}: {word}" if word != "git lfs pull" else word, path)
+        records = [caption(0), *(sample(name, name, "<image>", "It") for name in bad)]
+        info = self.prepare(self.write(records), "--skip-bad", "--workers", "2")
+        self.assertEqual((info["left_out"]["bad_images"], info["images"]["count"]), (4, 1))
+
+    def test_links_in_the_folder_are_followed(self):
+        elsewhere = self.folder / "elsewhere"
+        (self.pictures / "2.png").rename(elsewhere)
+        (self.pictures / "2.png").symlink_to(elsewhere)
+        self.assertEqual(self.prepare(self.write([caption(1), caption(2)]))["images"]["count"], 2)
+
+    def test_a_key_that_is_there_twice(self):
+        text = json.dumps([caption(1)])
+        for twice in ('"image": "0.png", "image": "1.png"', '"conversations": [], "image": "1.png"'):
+            path = self.folder / "samples.json"
+            path.write_text(text.replace('"image": "1.png"', twice))
+            self.refuse("several times", path)
+        path.write_text(text.replace('"id": ', '"source": 1, "source": 2, "id": '))
+        self.prepare(path)
+
+    def test_files_that_hold_no_samples(self):
+        for content, word in ((b"PAR1" + bytes(20), "is Parquet"), (b"<html></html>", "web page"), (b"PK\x03\x04" + bytes(20), "zip"),
+                              (b"version https://git-lfs.github.com/spec/v1\n", "git lfs pull")):
+            for name in ("samples.json", "samples.jsonl", "samples"):
+                path = self.folder / name
+                path.write_bytes(content)
+                self.refuse(word, path)
 
     def test_bad_samples_are_blamed_where_nothing_else_is_left(self):
         no_ids, no_picture = sample("t", None, "a", "b"), sample("m", "none.png", "<image>", "One")
