@@ -196,15 +196,28 @@ class ChatTemplate:
         given, messages = messages, self._as_shown(messages, tools)
         text, marked = self._shown(messages, tools)
         spans = list(self._assistant_spans(text, messages, tools)) if marked is None else marked
-        turns = [counts(message) for message in given if message["role"] == "assistant"]
-        if all(turns):
+        if all(counts(message) for message in given):
             return text, spans
-        if len(spans) != len(turns):
-            raise ChatError(
-                f"the chat template marks {len(spans)} parts with {{% generation %}}, and the assistant speaks {len(turns)} times, so that "
-                "those cannot be told apart that the data exclude from the loss; mark each once"
-            )
-        return text, [span for span, is_target in zip(spans, turns) if is_target]
+        turn_of = self._turns_of(spans, messages, tools)
+        return text, [span for span, number in zip(spans, turn_of) if counts(given[number])]
+
+    def _turns_of(self, spans: list[Span], messages: list[dict], tools: list | None) -> list[int]:
+        """For each of all targets, the message that it is of. A template may mark several parts of a message."""
+        turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
+        if len(spans) == len(turns):
+            return turns
+        template = self._template_for(tools)
+
+        def marked(last: int) -> int:
+            return len(self._render(template, messages[:last], tools, return_assistant_tokens_mask=True)[1]) if last else 0
+
+        found = [number for number in turns for _ in range(marked(number + 1) - marked(number))]
+        if len(found) == len(spans):
+            return found
+        raise ChatError(
+            f"the chat template marks {len(spans)} parts with {{% generation %}}, and the assistant speaks {len(turns)} times, so that what "
+            "the data exclude from the loss cannot be told apart; mark each message once"
+        )
 
     def _as_shown(self, messages: list[dict], tools: list | None = None) -> list[dict]:
         """As the template takes them: the arguments of calls are objects, of which each template writes JSON in its own way, unless it
