@@ -18,7 +18,7 @@ from text_data.tokenizer import Span, make_tokenizer
 from .conversations import PLACEHOLDER, Sample
 
 # Counts changes of what a part holds.
-VERSION = 2
+VERSION = 3
 # Conversations of a part.
 GROUP_SAMPLES = 2048
 

@@ -322,19 +322,36 @@ class ChatTemplate:
                 continue
             first = self._begin_of_turn(template, text, messages[:number], tools)
             so_far, _ = self._render(template, messages[: number + 1], tools)
-            rest = self._after_the_words(template, so_far, messages[: number + 1], tools)
-            end = self._end_of_turn(rest, message)
+            behind = self._behind_the_words(template, so_far, messages[: number + 1], number, tools)
+            end = self._end_of_turn(behind, message)
             if text.startswith(so_far):
-                last = len(so_far) - len(rest) + len(end)
-            else:  # an earlier turn may look otherwise than a last one, as without its reasoning
-                found = text.find(end, max(first, 0)) if end else -1
-                last = found + len(end) if found >= 0 else -1
+                last = len(so_far) - len(behind) + len(end)
+            else:
+                last = self._end_of_earlier_turn(template, text, messages, number, tools, end, first)
             if first < 0 or last < first:
                 raise ChatError(
                     "the chat template changes what came before when a message is added, so that the assistant's "
                     "words cannot be told apart; mark them in it with {% generation %}"
                 )
             yield first, last
+
+    def _end_of_earlier_turn(
+        self, template: str, text: str, messages: list[dict], number: int, tools: list | None, end: str, first: int
+    ) -> int:
+        """Of a turn that looks otherwise than a last one, as without its reasoning or with another token behind it; -1 if unknown."""
+        behind = self._behind_the_words(template, text, messages, number, tools)
+        if not behind:  # none of its words is left
+            found = text.find(end, max(first, 0)) if end else -1
+            last = found + len(end) if found >= 0 else -1
+        else:
+            if not behind.startswith(end) and self._own_token.search(end) and not messages[number].get("tool_calls"):
+                end = self._end_of_turn(behind, messages[number])
+            last = len(text) - len(behind) + len(end) if end and behind.startswith(end) else -1
+        if number + 1 == len(messages):
+            return last
+        next_said = {**messages[number + 1], "content": "a" + messages[number + 1].get("content", "")}
+        other = self._text_or_none(template, [*messages[: number + 1], next_said, *messages[number + 2 :]], tools)
+        return last if other is None or last <= len(os.path.commonprefix((text, other))) else -1
 
     def _begin_of_turn(self, template: str, text: str, before: list[dict], tools: list | None) -> int:
         """Where the prompt for a turn ends in the text; -1 if the text has what came before the turn in another way."""
@@ -351,12 +368,12 @@ class ChatTemplate:
             first = next(inside, first)
         return first if first >= len(so_far) else -1
 
-    def _after_the_words(self, template: str, so_far: str, messages: list[dict], tools: list | None) -> str:
-        """What the template puts after the words of the last message: that stays where they become longer."""
-        words = messages[-1].get("content", "")
-        longer = {**messages[-1], "content": words + ("a" if not words.rstrip().endswith("a") else "b")}
-        other, _ = self._render(template, [*messages[:-1], longer], tools)
-        return os.path.commonprefix((so_far[::-1], other[::-1]))[::-1] if other != so_far else ""
+    def _behind_the_words(self, template: str, text: str, messages: list[dict], number: int, tools: list | None) -> str:
+        """What the template puts behind the words of a message: that stays in the text where they become longer."""
+        words = messages[number].get("content", "")
+        longer = {**messages[number], "content": words + ("a" if not words.rstrip().endswith("a") else "b")}
+        other, _ = self._render(template, [*messages[:number], longer, *messages[number + 1 :]], tools)
+        return os.path.commonprefix((text[::-1], other[::-1]))[::-1] if other != text else ""
 
     def _end_of_turn(self, rest: str, message: dict) -> str:
         """`rest` up to its first token of the tokenizer's own, after the last one where it holds calls of tools."""

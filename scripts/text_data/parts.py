@@ -31,7 +31,7 @@ from .readers import InputFile, Reading
 from .tokenizer import make_tokenizer
 
 # Counts changes of what a part holds.
-VERSION = 4
+VERSION = 5
 # Documents are tokenized together up to this many bytes, so that a tokenizer can use all cores.
 BATCH_BYTES = 8 * 2**20
 # Small files are made together into a part up to this size; a larger file is one of its own.

@@ -14,7 +14,8 @@ try:
     import numpy as np
     import pyarrow
     import pyarrow.parquet
-    import transformers  # noqa: F401
+    import transformers
+    from tokenizers import Tokenizer
 except ImportError as error:
     print(f"skipped: {error.name} is missing")
     sys.exit(77)
@@ -93,7 +94,8 @@ class Counting(Targets):
               {"loss_mask": 0}, {"step_loss_mask": 0}, {"masked": True}, {"weight": 0, "train": False}]
         yes = [{"weight": 1}, {"weight": 1.0}, {"train": True}, {"loss": None}, {"masked": False}, {}]
         good = "a good one<|im_end|>"
-        for template in ("chatml", MARKED, PLAIN):
+        twice = MARKED.replace("<|im_end|>{% endgen", "{% endgeneration %}{% generation %}<|im_end|>{% endgen")
+        for template in ("chatml", MARKED, PLAIN, twice):
             for number, key in enumerate(no):
                 counting = yes[number % len(yes)]
                 chat = [user("hi"), assistant("a bad answer", **key), user("again", **(key if number % 2 else {})),
@@ -150,9 +152,36 @@ class Counting(Targets):
     def test_marks_that_do_not_go_with_turns_are_refused(self):
         chat = [user("hi"), assistant("a", weight=0), user("again"), assistant("b")]
         for template in (MARKED.replace("'assistant'", "'assistant' and loop.last"),
-                         MARKED.replace("<|im_end|>{% endgen", "{% endgeneration %}{% generation %}<|im_end|>{% endgen"),
                          "{% generation %}" + PLAIN + "{% endgeneration %}"):
             self.refuse_record(chat, {}, "{% generation %}", template=template)
+
+
+class Turns(Targets):
+    """Where turns end."""
+
+    def test_a_turn_does_not_end_in_another(self):
+        """As in gpt-oss's template, where another token is behind the last turn."""
+        chat = [{"role": "system", "content": "s"}, user("hi"), assistant("one"), user("again"), assistant("two"), user("so"), assistant("three")]
+        written = PLAIN.replace("<|im_end|>\n'", "' + END")
+        tokens = ("<|endoftext|>", "<|im_start|>", "<|im_end|>", "<|return|>")
+        path = self.write("chats.jsonl", json.dumps({"messages": chat}) + "\n")
+        is_last = "if loop.last and message.role == 'assistant' else"
+        last = f"('<|return|>' {is_last} '<|im_end|>')"
+        for end, want in ((last, "one<|im_end|>two<|im_end|>three<|return|>"),
+                          (last + " + '\n'", "one<|im_end|>two<|im_end|>three<|return|>"),
+                          (f"'<|im_end|>\n' + ('<|return|>' {is_last} '')", "one<|im_end|>two<|im_end|>three<|im_end|>")):
+            with self.subTest(end=end):
+                self.new_out()
+                tokenizer = qwen_like(self.folder / "tokenizer", tokens, eos_token="<|return|>")
+                template = self.write("own.jinja", written.replace("END", end))
+                options = ("--chat", template, "--tokenizer", tokenizer, "--sequence-length", 256)
+                self.assertEqual(self.call_in_this_process(path, *options), (0, ""))
+                marks = np.fromfile(self.out / "train-00000.npy.mask", np.uint8)
+                ids = np.array(self.ids())[(marks & 1) == 1]
+                self.assertEqual(Tokenizer.from_file(str(tokenizer)).decode(ids.tolist(), skip_special_tokens=False), want)
+        # Without the token that ends an earlier turn it is not known where that ends.
+        end = f"'<|other|>\n' + ('<|im_end|>' {is_last} '')"
+        self.refuse_record(chat, {}, "{% generation %}", template=written.replace("END", end))
 
 
 class Content(Targets):
