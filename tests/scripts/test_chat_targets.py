@@ -7,8 +7,11 @@ os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # else it says that PyTorch is m
 
 import json
 import re
+import shutil
+import subprocess
 import sys
 import unittest
+from pathlib import Path
 
 try:
     import numpy as np
@@ -23,6 +26,7 @@ except ImportError as error:
 from preparation import Preparation
 from tiny_tokenizers import qwen_like
 
+ROOT = Path(__file__).resolve().parents[2]
 CALLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
     "[{{ call.function.name }} {{ ARGUMENTS }}]{% endfor %}<|im_end|>\n{% endfor %}"
@@ -302,6 +306,33 @@ class Marks(Targets):
             with self.subTest(comment=comment):
                 self.assertEqual(self.targets([{"messages": chat}], comment + PLAIN), "a<|im_end|>b<|im_end|>")
         self.assertEqual(self.targets([{"messages": chat}], MARKED.replace("{% gen", "{%+ gen")), "a<|im_end|>b<|im_end|>")
+
+
+class Recipes(Targets):
+    """Commands of docs/data.md for data in other forms."""
+
+    def converted(self, name, records):
+        """The conversations that the command for this file makes of records."""
+        page = (ROOT / "docs/data.md").read_text(encoding="utf-8")
+        command = re.search(rf"^    jq (?:(?!^    jq ).)*? {name}.json > chats.jsonl$", page, re.DOTALL | re.MULTILINE)[0]
+        self.write(f"{name}.json", json.dumps(records))
+        subprocess.run(command, shell=True, check=True, cwd=self.folder)
+        return [json.loads(line)["messages"] for line in (self.folder / "chats.jsonl").read_text().splitlines()]
+
+    @unittest.skipUnless(shutil.which("jq"), "jq is missing")
+    def test_they_make_conversations(self):
+        given = [{"instruction": "Say hi.", "output": "Hi."} | more for more in ({}, {"input": None}, {"input": ""}, {"input": "Twice."})]
+        want = [[user(text), assistant("Hi.")] for text in ["Say hi."] * 3 + ["Say hi.\n\nTwice."]]
+        self.assertEqual(self.converted("alpaca_data", given), want)
+        turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "bad", "weight": 0},
+                 {"from": "human", "value": "?"}, {"from": "gpt", "value": "good"}]
+        (chat,) = self.converted("sharegpt", [{"conversations": turns}])
+        self.assertEqual(self.targets([{"messages": chat}]), "good<|im_end|>")
+
+    def test_records_in_other_forms_are_told_of_them(self):
+        for record, form in (({"conversations": [{"from": "human", "value": "hi"}]}, "ShareGPT's"), ({"instruction": "a", "output": "b"}, "Alpaca's"),
+                             ({"text": "a"}, "other forms")):
+            self.refuse_record([], record, 'has no list "messages"', "docs/data.md", form)
 
 
 class Tokens(Targets):
