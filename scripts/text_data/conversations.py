@@ -63,6 +63,8 @@ def text_of_parts(parts: list, place: str) -> str:
         if kind != "text" or not isinstance(part.get("text"), str):
             what = f"of type {kind}" if isinstance(kind, str) else kind_of(part)
             raise InputError(f'{place} has content in parts, and part {number} is {what}, not {{"type": "text", "text": ...}}; leave it out')
+        if not is_target(part, f"{place}, part {number},", may_be=True):
+            raise InputError(f"{place} has a part {number} that does not count in the loss, and all of a message counts or none; leave it out")
     return "".join(part["text"] for part in parts)
 
 

@@ -153,6 +153,11 @@ class Counting(Targets):
             with self.subTest(user=key):
                 self.refuse_record([user("hi", **key), assistant("hello!")], {}, "message 1 has ", f'"{next(iter(key))}"')
 
+    def test_parts_that_do_not_count_are_refused(self):
+        for key, word in (({"train": False}, "message 2 has a part 1"), ({"weight": 0}, "message 2 has a part 1"), ({"masked": True}, "a part 1"),
+                          ({"weight": 0.5}, 'message 2, part 1, has "weight": 0.5')):
+            self.refuse_record([user("hi"), assistant([{"type": "text", "text": "hello", **key}, {"type": "text", "text": "!"}])], {}, word)
+
     def test_marks_that_do_not_go_with_turns_are_refused(self):
         chat = [user("hi"), assistant("a", weight=0), user("again"), assistant("b")]
         for template in (MARKED.replace("'assistant'", "'assistant' and loop.last"),
