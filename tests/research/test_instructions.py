@@ -132,13 +132,13 @@ class Instructions(Folder):
         first = self.folder / "text" / "b.py"
         first.write_bytes(whole.encode("latin-1"))
         result = self.script()
-        self.assertEqual((result.returncode, result.stderr),
-                         (0, f"make_instructions: left out: 1 file that Python cannot decode, beginning with {first}\n"))
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertRegex(result.stderr, rf"^make_instructions: .*\b1 file\b.*{first}\n$")
         for name, encoding in (("c.py", "klingon"), ("d.py", "hex"), ("e.py", "ascii")):
             (self.folder / "text" / name).write_bytes(f"# coding: {encoding}\n{whole}".encode())
         result = self.script()
-        self.assertEqual((result.returncode, result.stderr),
-                         (0, f"make_instructions: left out: 4 files that Python cannot decode, beginning with {first}\n"))
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertRegex(result.stderr, rf"^make_instructions: .*\b4 files\b.*{first}\n$")
         self.assertEqual(len((self.folder / "out.jsonl").read_text().splitlines()), 2)
 
     def test_lengths(self):
@@ -148,8 +148,8 @@ class Instructions(Folder):
 
     def test_bad_input(self):
         self.write("a.py", "x = 1\n")
-        for message, *arguments in (("no documented function", ), ("and no fewer at most", "--least-characters", "0"),
-                                    ("and no fewer at most", "--least-characters", "9", "--most-characters", "8")):
+        for message, *arguments in (("function", ), ("-characters", "--least-characters", "0"),
+                                    ("-characters", "--least-characters", "9", "--most-characters", "8")):
             with self.subTest(message):
                 result = self.script(*arguments)
                 self.assertEqual(result.returncode, 2)
@@ -199,7 +199,7 @@ class Recipes(Folder):
         self.assertEqual(self.recipes(out, "lean=parka,optimizer.master=fp32_split").returncode, 0)
         self.assertEqual((out / "held_out.jsonl").read_text(), made)
         result = self.recipes("other", "lean=parka", BATCH="60")
-        self.assertEqual((result.returncode, "a smaller BATCH" in result.stderr), (2, True), result.stderr)
+        self.assertEqual((result.returncode, "BATCH" in result.stderr), (2, True), result.stderr)
 
     def test_from_a_base_with_its_model_and_tokenizer(self):
         first = self.recipes("out", "again=bf16", SEEDS="1")
@@ -221,8 +221,7 @@ class Recipes(Folder):
                 made = sorted(path.name for path in (self.folder / name / "work").iterdir())
                 self.assertEqual(made, ["again.1", "base.json", "bf16.1", "chats", "functions.jsonl", "lock"])
                 self.assertIn("held_out.small.instructions.again.vs_bf16", (self.folder / name / "held_out.jsonl").read_text())
-        for gone, message in (("tokenizer", "has no tokenizer/tokenizer.json; put the tokenizer there"),
-                              ("config.json", "has no config.json; give BASE a run folder")):
+        for gone, message in (("tokenizer", ".*tokenizer/tokenizer.json"), ("config.json", ".*config.json.*BASE")):
             (self.folder / "small" / gone).rename(self.folder / "gone")
             for base in ("small", f"small/{checkpoint.name}"):
                 with self.subTest(gone=gone, base=base):

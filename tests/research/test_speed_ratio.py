@@ -83,7 +83,7 @@ class SpeedRatio(unittest.TestCase):
         self.assertEqual(failed.stderr.count("error:"), 1)
         self.assertEqual(len(self.called()), len(called) + 1)
         # Another comparison is not mixed with it.
-        self.assertIn("another comparison", self.call(*programs, code=2).stderr)
+        self.assertEqual(self.call(*programs, code=2).stderr.count("\n"), 1)
 
     def test_more_settings_in_the_same_turns(self):
         programs = ("--old", self.pretended("old", [100, 200]), "--parka", self.pretended("new", [110, 130, 230, 250]))
@@ -109,7 +109,7 @@ class SpeedRatio(unittest.TestCase):
         self.assertIn("A card and of Another", self.call(*programs, code=1).stderr)
 
     def test_a_program_that_is_not_there(self):
-        self.assertIn("give the program parka", self.call("--parka", self.folder / "none", code=2).stderr)
+        self.assertIn("none: ", self.call("--parka", self.folder / "none", code=2).stderr)
 
     def test_two_settings_of_parka(self):
         config = ROOT / "configs/tiny-olmo.json"

