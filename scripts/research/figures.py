@@ -140,6 +140,14 @@ def row(cells):
     return "| " + " | ".join(cells) + " |"
 
 
+def number(value, form):
+    """Zero without a minus, and per cent with a space, as in "95.3 %"."""
+    text = format(value, form)
+    if re.fullmatch(r"-0[.0]*%?", text):
+        text = text.replace("-", "+" if "+" in form else "")
+    return text.replace("%", " %")
+
+
 def cell(match, figures):
     """What stands for {FIGURE}."""
     name, spread, operation, other, form = match.groups()
@@ -148,11 +156,10 @@ def cell(match, figures):
             fail(f"{TEMPLATES.name}: {match[0]}: figures.jsonl has no {each}")
     if operation:
         first, second = figures[name]["value"], figures[other]["value"]
-        return format(first / second if operation == "/" else first - second, form or ".2f")
+        return number(first / second if operation == "/" else first - second, form or ".2f")
     figure = figures[name]
     form = form or FORMATS.get(figure["unit"], ".4g")
-    # -0.0 is printed as 0.0
-    value, least, most = (format(x + 0.0, form) for x in (figure["value"], *figure["spread"]))
+    value, least, most = (number(x, form) for x in (figure["value"], *figure["spread"]))
     return f"{value} ({least} to {most})" if spread else value
 
 

@@ -12,7 +12,7 @@ sys.path.insert(0, str(ROOT / "scripts/research"))
 import figures  # noqa: E402
 
 KNOWN = {"step.a.tok_s": {"value": 23808.8, "spread": [23772.9, 23838.6], "unit": "tok/s"}, "step.a.share": {"value": 0.9529, "spread": [0.952, 0.953], "unit": "1"},
-         "step.b.tok_s": {"value": 11904.4, "spread": [1, 2e6], "unit": "tok/s"}}
+         "step.b.tok_s": {"value": 11904.4, "spread": [1, 2e6], "unit": "tok/s"}, "step.c.error": {"value": -0.002, "spread": [-0.002, -0.002], "unit": "%"}}
 
 
 class MadeUpPlans(figures.Plans):
@@ -23,7 +23,7 @@ class MadeUpPlans(figures.Plans):
 
 class Cells(unittest.TestCase):
     def test_values_spreads_ratios_and_differences(self):
-        for text, expected in (("{step.a.tok_s}", "23,809"), ("{step.a.tok_s~}", "23,809 (23,773 to 23,839)"), ("{step.a.share:.1%}", "95.3%"),
+        for text, expected in (("{step.a.tok_s}", "23,809"), ("{step.a.tok_s~}", "23,809 (23,773 to 23,839)"), ("{step.a.share:.1%}", "95.3 %"), ("{step.c.error:+.2f}", "+0.00"),
                                ("{step.a.tok_s / step.b.tok_s}", "2.00"), ("{step.a.tok_s - step.b.tok_s:.0f}", "11904"), ("{a}", None)):
             with self.subTest(text):
                 match = figures.CELL.fullmatch(text)
