@@ -124,7 +124,7 @@ def check_splits(output: Output, options: argparse.Namespace) -> None:
     if train.tokens + held_out.tokens == 0 and without > 0:
         raise InputError(
             f"none of the {without} conversations has a target within {options.sequence_length} tokens; raise "
-            f"--sequence-length, or give conversations in which the assistant speaks"
+            f"--sequence-length, or give conversations in which the assistant speaks and its replies count"
         )
     if train.tokens + held_out.tokens == 0:
         raise InputError(

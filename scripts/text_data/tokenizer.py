@@ -199,6 +199,8 @@ def tokenizer_file(name: str) -> str:
     if not os.path.exists(path):
         advice = hub_advice(name, "tokenizer.json tokenizer_config.json", "--tokenizer ")
         raise InputError(f"{path}: no such tokenizer file; {advice or 'give bytes, or the path of a tokenizer.json'}")
+    if found := sorted(path.glob("snapshots/*/tokenizer.json")):
+        raise InputError(f"{path}: is a folder of the hub's cache; give the tokenizer in it, {found[-1]}")
     folder = file.parent
     raise InputError(
         f"{path}: a tokenizer.json is needed{'' if file == path else ', and the folder has none'}; where the model has one, fetch it; "

@@ -155,6 +155,7 @@ class Specials(Preparation):
     def test_what_is_no_tokenizer_file_gets_advice(self):
         text = self.write("a.txt", "a")
         self.write("old/vocab.json", "{}")
+        self.write("models--a--b/snapshots/1/tokenizer.json", "{}")
         for name, *words in (
             ("gpt2", "hf download gpt2 tokenizer.json"),
             ("Qwen/Qwen2.5-0.5B", "hf download Qwen/Qwen2.5-0.5B tokenizer.json", "--tokenizer Qwen2.5-0.5B"),
@@ -162,6 +163,7 @@ class Specials(Preparation):
             ("none/tokenizer.json", "no such tokenizer file; give bytes"),
             (self.write("sp/tokenizer.model", b"\n\x0e"), "tokenizer.json is needed", "save_pretrained"),
             (self.folder / "old", "the folder has none", "save_pretrained"),
+            (self.folder / "models--a--b", "models--a--b/snapshots/1/tokenizer.json"),
         ):
             for word in words:
                 with self.subTest(name=name, word=word):
