@@ -7,7 +7,6 @@ import unittest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PROGRAM = os.environ.get("PARKA_PROGRAM", "build/release/parka")
 
 
 class Figures(unittest.TestCase):
@@ -22,8 +21,10 @@ class Figures(unittest.TestCase):
                 self.assertLessEqual(least, figure["value"])
                 self.assertLessEqual(figure["value"], most)
 
+    @unittest.skipUnless("PARKA_PROGRAM" in os.environ, "ctest says which program makes plans; a commit does not wait for it")
     def test_tables_of_pages_are_written(self):
-        result = subprocess.run([sys.executable, ROOT / "scripts/research/figures.py", "tables", "--check", "--parka", os.path.abspath(PROGRAM)],
+        program = os.path.abspath(os.environ["PARKA_PROGRAM"])
+        result = subprocess.run([sys.executable, ROOT / "scripts/research/figures.py", "tables", "--check", "--parka", program],
                                 capture_output=True, text=True)
         self.assertEqual(result.returncode, 0, result.stdout + result.stderr)
 
