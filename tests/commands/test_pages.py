@@ -70,7 +70,7 @@ class Pages(unittest.TestCase):
                     found += 1
                     with self.subTest(page=path.name, command=command):
                         self.assertIsNone(difference(expected, self.run_example(command, folder)))
-        self.assertGreaterEqual(found, 4)
+        self.assertGreater(found, 0)
 
     def test_output_that_differs_is_found(self):
         page = "`x.json`:\n\n```json\n{}\n```\n\n```bash\nbuild/release/parka plan x.json \\\n  --gpus 2\n```\n\n```\na\n...\nc\n```\n\n" \
