@@ -28,6 +28,7 @@ require("numpy")
 import numpy as np  # noqa: E402
 
 from run_metrics import RunClock, centred_mean, fail, metrics_path, named_runs, read_records, run_main, save_picture, smooth_curve, warn  # noqa: E402
+from sinks.scalars import as_double  # noqa: E402
 
 REPLICATES = 1000
 BAND_POINTS = 100  # of the picture, for each run
@@ -50,7 +51,7 @@ class Run:
         if any(after[0] <= before[0] for before, after in zip(points, points[1:])):
             fail(f"{path}: its steps do not grow; of files that were rotated join each once, the oldest first")
         self.name = name
-        self.steps, self.tokens, self.hours, self.loss = (np.array(column, float) for column in zip(*points))
+        self.steps, self.tokens, self.hours, self.loss = (np.array([as_double(value) for value in column]) for column in zip(*points))
         held_out = [(record["loss"], record["step"]) for record in records
                     if record.get("kind") == "eval" and record.get("loss") is not None]
         self.held_out, self.held_out_step = held_out[-1] if held_out else (None, None)

@@ -33,9 +33,12 @@ import os
 import signal
 import sys
 import threading
+import time
 
 from run_metrics import fail, run_main, warn
 from run_tail import NotARun, Tail
+
+PATIENCE = 10.0  # seconds that the folder of a run may take to be made before it is said that it is not there
 
 
 def poll(tail):
@@ -49,7 +52,8 @@ def poll(tail):
 
 def follow(tail, sinks, once, stop, interval):
     """Until `stop` is set, or all has been read. What was written before `stop` was set is sent, too."""
-    has_begun = has_waited = False
+    has_begun = has_waited = has_warned = False
+    begin = time.monotonic()
     unreadable = 0  # lines, as far as they were warned of
     while True:
         is_last = once or stop.is_set()
@@ -72,6 +76,10 @@ def follow(tail, sinks, once, stop, interval):
         elif not has_waited:
             has_waited = True
             print(f"waiting for the first record in {tail.path}", file=sys.stderr, flush=True)
+        folder = os.path.dirname(tail.path)
+        if not has_begun and not has_warned and time.monotonic() - begin > PATIENCE and not os.path.isdir(folder):
+            has_warned = True
+            warn(f"{folder}: there is no such folder yet; if its name is wrong, end this and give the folder of the run")
         if is_last:
             return
         stop.wait(interval)

@@ -7,6 +7,7 @@ import os
 import sys
 
 from python_packages import missing
+from run_records import parse_record
 from script_exit import print_last, run_script
 
 
@@ -65,15 +66,6 @@ def runs_by_seed(arguments):
             fail(f"{name}: not the name of a run with a seed; name it RECIPE.SEED=FOLDER")
         runs.setdefault(recipe, {})[seed] = (name, run)
     return runs
-
-
-def parse_record(line):
-    """None where the line is not a record of a run."""
-    try:
-        record = json.loads(line)
-    except ValueError:
-        return None
-    return record if isinstance(record, dict) and isinstance(record.get("step"), int) else None
 
 
 def read_records(path):

@@ -5,14 +5,13 @@ Then all records are read again, from the first. A file that was rotated away du
 read again its records come first, as far as the run still has them. One that was cut (copytruncate) is read from its beginning.
 """
 import os
+import stat
 
-from run_metrics import parse_record
+from run_records import complete_record, read_object
 
 CHUNK = 16 << 20  # bytes of one poll
+MOST_LINE = 64 << 20
 LAST = 256        # bytes by which a part is known again
-# What records of a kind have besides their step.
-KEYS = {"eval": ("loss",), "eval_set": ("set", "loss"), "task": ("task", "metric", "score"), "quantization": ("tensors",),
-        "moments": ("parameters",), "attention": ("blocks",), "warning": ("about", "raised")}
 
 
 class NotARun(Exception):
@@ -26,10 +25,8 @@ class Batch:
         self.records, self.anew, self.more = records, anew, more
 
 
-def complete_record(line):
-    """None where the line is not a record, or lacks what its kind has."""
-    record = parse_record(line.decode("utf-8", "replace"))
-    return record if record is not None and all(key in record for key in KEYS.get(record.get("kind"), ())) else None
+def text_of(line):
+    return line.decode("utf-8", "replace")
 
 
 def label(record):
@@ -40,11 +37,11 @@ def label(record):
 def opening(file):
     """(starts, record): the records of starts that a file begins with, and the first other one; None where it has none yet."""
     starts = []
-    for number, line in enumerate(iter(file.readline, b"")):
-        if not line.endswith(b"\n"):
+    for number, line in enumerate(iter(lambda: file.readline(MOST_LINE), b"")):
+        if not line.endswith(b"\n") and len(line) < MOST_LINE:
             break
-        record = complete_record(line)
-        if record is None and number == 0:
+        record = complete_record(text_of(line))
+        if number == 0 and read_object(text_of(line)) is None:
             raise NotARun(f"{file.name}: not a record of a run; give a run folder")
         if record is None:
             continue
@@ -104,6 +101,8 @@ class Tail:
             status = os.stat(self.path)
         except FileNotFoundError:
             return self.read() if self.parts else Batch([])
+        if not stat.S_ISREG(status.st_mode):
+            raise NotARun(f"{self.path}: is no file; give a run folder")
         if not self.parts:
             return self.open_next([])
         file = self.parts[-1].file
@@ -161,8 +160,10 @@ class Tail:
         chunk = part.file.read(CHUNK)
         part.last = (part.last + chunk)[-LAST:]
         *lines, part.rest = (part.rest + chunk).split(b"\n")
+        if len(part.rest) > MOST_LINE:
+            raise NotARun(f"{self.path}: has a line of more than {MOST_LINE >> 20} MiB, which is no record of a run; give a run folder")
         records = []
-        for record in map(complete_record, lines):
+        for record in map(complete_record, map(text_of, lines)):
             if record is None:
                 self.unreadable += 1  # a crash may have cut it; then the next resume removes it
             elif part.ends_before(record):

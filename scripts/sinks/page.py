@@ -22,7 +22,7 @@ MOST_ROWS = 20000       # of an answer
 GPU_SECONDS = 5.0       # between two looks at the GPUs
 FACTS = ("host", "device", "ranks", "version", "commit", "command", "time")
 PROGRAMS = [os.path.join(ROOT, "build", preset, "parka") for preset in ("cuda", "release")]
-POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; frame-ancestors 'none'"
 
 
 def find_program():
@@ -55,9 +55,10 @@ def steps_of(run):
     """training.steps of the run's config; None where it cannot be told."""
     try:
         with open(os.path.join(run, "config.json"), encoding="utf-8") as file:
-            return json.load(file)["training"]["steps"]
-    except (OSError, ValueError, KeyError, TypeError):
+            steps = json.load(file)["training"]["steps"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return None
+    return steps if isinstance(steps, int) else None
 
 
 class State:

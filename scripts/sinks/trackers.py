@@ -20,9 +20,10 @@ MOST_METRICS, MOST_PARAMETERS = 1000, 100  # of one request to MLflow
 def resolved_config(run):
     try:
         with open(os.path.join(run, "config.json"), encoding="utf-8") as file:
-            return json.load(file)
-    except (OSError, ValueError):
+            config = json.load(file)
+    except (OSError, ValueError, RecursionError):
         return {}
+    return config if isinstance(config, dict) else {}
 
 
 def first_line(error):

@@ -167,6 +167,18 @@ class Compare(unittest.TestCase):
         self.assertEqual(result.returncode, 2)
         self.assertRegex(result.stderr, "^compare.py: error: .*metrics.jsonl: .*\n$")
 
+    def test_records_of_other_types_are_named(self):
+        a = self.run_of("a", [4.0, 3.0])
+        for number, record in enumerate(({"loss": "x"}, {"loss": [1]}, {"tokens": {}}, {"seconds": "x"}, {"seconds": 10**400}, {"step": True},
+                                         {"step": -1}, {"kind": []})):
+            with self.subTest(record=record):
+                bad = self.make_run(f"b{number}", [train_record(1, 4.0), train_record(2, 3.0) | record, train_record(3, 3.0)])
+                result = self.compare(a, bad)
+                self.assertEqual(result.returncode, 2)
+                self.assertRegex(result.stderr, rf"\Acompare.py: error: [^\n]*b{number}/metrics.jsonl:2: not a record of a run[^\n]*\n\Z")
+        large = self.make_run("large", [train_record(step, 10**400) for step in (1, 2)])
+        self.assertNotIn("Traceback", self.compare(a, large).stderr)
+
     def test_hours_count_all_starts(self):
         def records(seconds, losses):
             yield {"kind": "start", "step": 0, "earlier_seconds": 0.0, "wall_seconds": 1.0}

@@ -10,9 +10,11 @@ import signal
 import struct
 import subprocess
 import sys
+import threading
 import time
 import unittest
 from pathlib import Path
+from unittest import mock
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).resolve().parent), *(str(ROOT / "tests" / folder) for folder in ("commands", "support"))]
@@ -20,6 +22,9 @@ from followed_run import (SCRIPTS, FollowTest, attention_record, has_package, mo
                           start_record, train_record, warning_record)
 from needed_tools import skip_without  # noqa: E402
 from parka_runs import RunFolder, tiny_config  # noqa: E402
+
+import follow  # noqa: E402
+import run_tail  # noqa: E402
 
 
 def crc32c(data):
@@ -412,6 +417,63 @@ class Options(FollowTest):
             self.wait_for(lambda: samples_of((self.folder / "a.prom").read_text())["parka_step", (("run", "a"),)] == 3)
             process.send_signal(signal.SIGTERM)
             self.assertEqual(process.stderr.read(), "")
+
+    def test_records_of_other_types_are_left_out_and_counted(self):
+        good = [start_record(), train_record(1, time="2026-01-01T00:00:00Z")]
+        bad = [train_record(2, loss="x"), train_record(2, loss=[1]), train_record(2, time="x"), train_record(2, time=5), train_record(2, time=None),
+               train_record(2, seconds="x"), train_record(2, seconds=10**400),
+               train_record(2, seconds=-1.0), train_record(2, wall_seconds=None), train_record(2, kind=[]), train_record(2, kind={}),
+               train_record(True), train_record(-2), train_record(2**63), train_record(2.5), train_record(2, goodput={}),
+               {"kind": "eval", "step": 2, "loss": "x"}, {"kind": "eval_set", "step": 2, "set": {}, "loss": 1.0},
+               {"kind": "eval_set", "step": 2, "set": "\ud800", "loss": 1.0}, {"kind": "task", "step": 2, "task": 1, "metric": "acc", "score": 1},
+               {"kind": "task", "step": 2, "task": "a", "metric": [], "score": 1}, {"kind": "task", "step": 2, "task": "a", "metric": "acc", "score": "x"},
+               *({"kind": "quantization", "step": 2, "tensors": tensors} for tensors in (5, [], {"a": 5}, {"a": {}}, {"a": {"error": 5}}, {"a": {"error": ["x"]}})),
+               *({"kind": "moments", "step": 2, "parameters": each} for each in (5, {"a": 5}, {"a": {"b": {"k": {"median": None}}}})),
+               *({"kind": "attention", "step": 2, "blocks": blocks} for blocks in (None, 5, {"imbalance": None}, {"imbalance": [[]]})),
+               {"kind": "warning", "step": 2, "about": {}, "raised": True}, {"kind": "warning", "step": 2, "about": "a", "raised": "x"},
+               start_record(2, host=5), start_record(2, ranks=[]), start_record(2, earlier_seconds="x"), [2], 5, None]
+        lines = ["".join(f"{json.dumps(record)}\n" for record in records) for records in (good[:1], bad, [*good[1:], train_record(3)])]
+        run = self.make_run("a", tail=lines[0] + lines[1] + "[" * 5000 + "\n" + lines[2])
+        out = self.folder / "a.prom"
+        result = subprocess.run([sys.executable, SCRIPTS / "follow.py", run.folder, "--once", "--tensorboard", self.folder / "boards", "--prometheus", out],
+                                capture_output=True, text=True, timeout=60)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        self.assertRegex(result.stderr, rf"\Afollow.py: warning: [^\n]*metrics.jsonl: {len(bad) + 1} damaged lines left out so far\n\Z")
+        self.assertEqual(samples_of(out.read_text())["parka_step", (("run", "a"),)], 3)
+        (file,) = (self.folder / "boards/a").glob("*tfevents*")
+        self.assertEqual([event.step for event in events_of(file) if event.points], [1, 3])
+        # One of them before all others is no reason to think that it is no run.
+        first = self.make_run("b", tail=json.dumps(bad[0]) + "\n" + lines[2])
+        self.assert_followed(first, "--prometheus", out)
+        self.assertEqual(samples_of(out.read_text())["parka_step", (("run", "b"),)], 3)
+
+    def test_what_was_not_finite_is_no_number(self):
+        run = self.make_run("a", tail='{"kind": "train", "step": 1, "loss": NaN, "grad_norm": Infinity, "lr": 0.5}\n')
+        self.assert_followed(run, "--prometheus", self.folder / "a.prom")
+        samples = samples_of((self.folder / "a.prom").read_text())
+        self.assertEqual(samples["parka_learning_rate", (("run", "a"),)], 0.5)
+        self.assertTrue(math.isnan(samples["parka_loss", (("run", "a"),)]))
+
+    def test_a_folder_that_is_not_there_is_told_once(self):
+        tail, sinks, stop = run_tail.Tail(str(self.folder / "nope/metrics.jsonl")), [], threading.Event()
+        told = []
+        with mock.patch.object(follow, "warn", told.append), mock.patch.object(follow, "PATIENCE", 0.05):
+            thread = threading.Thread(target=follow.follow, args=(tail, sinks, False, stop, 0.01))
+            thread.start()
+            self.wait_for(lambda: told)
+            time.sleep(0.1)
+            stop.set()
+            thread.join()
+        self.assertEqual(len(told), 1)
+        self.assertIn(f"{self.folder}/nope: there is no such folder", told[0])
+
+    def test_what_is_no_file_is_not_read(self):
+        (self.folder / "a").mkdir()
+        for name in ("pipe", "device"):
+            path = self.folder / "a/metrics.jsonl"
+            os.mkfifo(path) if name == "pipe" else path.symlink_to("/dev/zero")
+            self.assert_refused("metrics.jsonl: is no file", self.folder / "a", "--once", "--prometheus", self.folder / "a.prom")
+            path.unlink()
 
     def test_a_run_that_has_not_begun_is_waited_for(self):
         out = self.folder / "a.prom"

@@ -117,7 +117,8 @@ class Page(FollowTest):
             port = self.port_of(process)
             status, headers, page = self.get(port, "/")
             self.assertEqual((status, headers["Content-Type"]), (200, "text/html; charset=utf-8"))
-            self.assertIn("default-src 'none'", headers["Content-Security-Policy"])
+            for rule in ("default-src 'none'", "frame-ancestors 'none'"):
+                self.assertIn(rule, headers["Content-Security-Policy"])
             self.assertEqual(page, (SCRIPTS / "sinks/page.html").read_bytes())
             self.assertEqual(re.findall(rb"""(?:src|href)=(?!["']?data:)|https?://|@import""", page), [])
             self.assertEqual(self.get(port, "/", Host="attacker.example")[0], 403)
