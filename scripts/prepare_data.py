@@ -61,6 +61,8 @@ from text_data.token_writer import TokenWriter  # noqa: E402
 from text_data.tokenizer import EOS_NAMES, padded_vocab_size, tokenizer_file  # noqa: E402
 from tokenizer_files import copy_tokenizer, keep_bos, keep_chat  # noqa: E402
 
+USUAL_SEQUENCE = 2048  # the default of data.sequence_length
+
 
 def print_line(text: str) -> None:
     print(f"prepare_data: {text}", file=sys.stderr, flush=True)
@@ -167,6 +169,7 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     except InputError:
         partial.forget()
         raise
+    warn_of_few_held_out(output.splits["eval"].tokens, options)
     info = summary(options, maker, output)
     if options.tokenizer != "bytes":
         named = maker.tokenizer.given_tokens() if options.chat is None else {}  # of conversations --eos is padding
@@ -178,6 +181,15 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
             keep_chat(maker.template, kept, maker.tokenizer)
     partial.describe(info)
     return info
+
+
+def warn_of_few_held_out(tokens: int, options: argparse.Namespace) -> None:
+    """A run refuses a file that has not one sequence. Conversations are in sequences already."""
+    if options.eval_fraction > 0 and options.chat is None and tokens < USUAL_SEQUENCE:
+        print_line(
+            f"warning: only {counted(tokens, 'tokens')} are held out, and a run refuses fewer than data.sequence_length "
+            f"({USUAL_SEQUENCE} unless the config says another); raise --eval-fraction, or give more text"
+        )
 
 
 def summary(options: argparse.Namespace, maker: parts.PartMaker, output: Output) -> dict:

@@ -240,6 +240,16 @@ class PrepareDataTest(Preparation):
         )
         self.assertEqual(self.ids("eval-00000.npy"), ids_of(*held_out[::-1]))
 
+    def test_few_held_out_tokens_are_warned_of(self):
+        path = self.write_jsonl("a.jsonl", [f"text {number} " + "word " * 20 for number in range(300)])
+        for fraction, is_warned in (("0.02", True), ("0.3", False), ("0", False)):
+            with self.subTest(fraction=fraction):
+                self.out = self.folder / f"of_{fraction}"
+                result = self.call(path, "--jsonl-field", "text", "--eval-fraction", fraction)
+                self.assertEqual(result.returncode, 0, result.stderr)
+                self.assertEqual("--eval-fraction" in result.stderr, is_warned, result.stderr)
+                self.assertEqual(result.stderr.count("prepare_data: warning: "), is_warned)
+
     def test_files_of_limited_length(self):
         text = "0123456789" * 10  # 101 tokens
         self.write("a.txt", text)
