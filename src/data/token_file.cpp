@@ -7,6 +7,7 @@
 #include <iterator>
 
 #include "core/error.h"
+#include "data/token_content.h"
 
 namespace parka {
 namespace {
@@ -38,17 +39,6 @@ std::string with_extension(const std::string& path, std::string_view extension) 
 }
 
 bool is_llm_c_magic(int32_t magic) { return magic == 20240520 || magic == 20240801; }
-
-// numpy.save() writes a header whose size is a whole number of tokens: it would be trained on without a trace.
-void refuse_numpy_header(const ReadOnlyFile& file) {
-  constexpr std::string_view kMagic = "\x93NUMPY";
-  std::array<char, kMagic.size()> start{};
-  if (file.size() < static_cast<int64_t>(start.size())) return;
-  file.read(0, std::as_writable_bytes(std::span(start)));
-  if (std::string_view(start.data(), start.size()) != kMagic) return;
-  throw_bad_input("{}: has the header of numpy.save(); write raw ids, with ndarray.tofile() or prepare_data.py",
-                  file.path());
-}
 
 // Widens ids to int32. Returns the index of the first id that is not below vocab_size, or ids.size().
 template <typename Token>
@@ -86,7 +76,7 @@ std::string_view name_of(TokenFormat format) {
   throw_internal("{} is not a token format", static_cast<int>(format));
 }
 
-TokenFile::TokenFile(const std::string& path, TokenType raw_type)
+TokenFile::TokenFile(const std::string& path, TokenType raw_type, int64_t vocab_size)
     : tokens_(ends_with(path, ".idx") ? with_extension(path, ".bin") : path), type_(raw_type) {
   const bool asks_for_index = ends_with(path, ".idx"), is_bin = ends_with(tokens_.path(), ".bin");
   if (is_bin && !asks_for_index && tokens_.size() >= 8 && is_llm_c_magic(read_value<int32_t>(tokens_, 0))) {
@@ -94,19 +84,24 @@ TokenFile::TokenFile(const std::string& path, TokenType raw_type)
   } else if (asks_for_index || (is_bin && file_exists(with_extension(path, ".idx")))) {
     open_megatron();
   } else {
-    open_raw();
+    open_raw(vocab_size);
   }
 }
 
-void TokenFile::open_raw() {
+void TokenFile::open_raw(int64_t vocab_size) {
   const int64_t token_size = size_of(type_);
+  check_raw_content(tokens_, type_);
   if (tokens_.size() % token_size != 0) {
     throw_bad_input(
         "{}: {} bytes are not a whole number of {}-byte tokens; check data.token_dtype, or copy it again", path(),
         tokens_.size(), token_size);
   }
-  refuse_numpy_header(tokens_);
   num_tokens_ = tokens_.size() / token_size;
+  std::vector<int32_t> ids;
+  for (const FilePage& page : sample_pages(tokens_.size())) {
+    ids.resize(static_cast<size_t>(page.bytes / token_size));
+    read(page.offset / token_size, page.bytes / token_size, vocab_size, ids.data());
+  }
 }
 
 void TokenFile::open_llm_c() {

@@ -27,14 +27,17 @@ std::string_view name_of(TokenFormat format);
 inline constexpr uint8_t kMarkTarget = 1;         // to be predicted: counts in the loss
 inline constexpr uint8_t kMarkDocumentStart = 2;  // the first of a document
 
+inline constexpr int64_t kAnyVocabulary = int64_t{1} << 31;  // of all ids that there can be
+
 // One token file. Threads may read at the same time.
 class TokenFile {
  public:
   // The format is Megatron's if `path` ends in .idx, or ends in .bin and a file .idx lies beside it. It is llm.c's
   // if `path` ends in .bin and the file begins with one of llm.c's magic numbers. Otherwise it is raw, with ids of
   // `raw_type`. Throws Error(kBadInput), naming the file and what to do, if the file is missing, cannot be read or
-  // contradicts itself.
-  TokenFile(const std::string& path, TokenType raw_type);
+  // contradicts itself; also if a raw one cannot be of such ids, by what check_raw_content() and ids that are not
+  // below `vocab_size` tell of a few of its pages.
+  TokenFile(const std::string& path, TokenType raw_type, int64_t vocab_size = kAnyVocabulary);
 
   const std::string& path() const { return tokens_.path(); }
   TokenFormat format() const { return format_; }
@@ -70,7 +73,7 @@ class TokenFile {
 
   void open_megatron();
   void open_llm_c();
-  void open_raw();
+  void open_raw(int64_t vocab_size);
   // Calls f(length) for each sequence in the index.
   template <typename F>
   void for_each_sequence(const F& f) const;

@@ -93,7 +93,7 @@ TokenFiles::TokenFiles(const std::vector<std::string>& sources, TokenType raw_ty
 }
 
 void TokenFiles::add_file(const std::string& path) {
-  TokenFile file(path, raw_type_);
+  TokenFile file(path, raw_type_, vocab_size_);
   if (file.num_tokens() < sequence_length_) {
     throw_bad_input(
         "{}: {} tokens are fewer than one sequence of {}; remove the file or lower "

@@ -173,10 +173,17 @@ class BadInput(RunFolder):
         config = dict(self.config, checkpoint={"folder": self.path("other_run")})
         self.assert_refused(self.train(config), ["a.npy", "vocab"])
 
+    def hide_bad_token(self, name):
+        """In a file that is long enough for it to be on none of the pages that are looked at when a file is opened."""
+        write_tokens(self.path(name), 700 * SEQUENCE, seed=1)
+        with open(self.path(name), "r+b") as file:
+            file.seek(2 * 2060)
+            file.write(b"\xff\xff")
+
     def test_held_out_ids_out_of_range(self):
         self.config["checkpoint"]["folder"] = folder = self.path("other_run")
         self.config["training"]["steps"] = 8
-        write_tokens(self.path("held_out.npy"), 5 * SEQUENCE, seed=1, vocab=65000)
+        self.hide_bad_token("held_out.npy")
         result = self.train(self.config)
         self.assert_refused(result, ["held_out.npy", "vocab"])
         # No step was made: nothing is saved that would bind the config.
@@ -185,7 +192,7 @@ class BadInput(RunFolder):
         self.config["model"]["d_ffn"] = 96
         write_tokens(self.path("held_out.npy"), 5 * SEQUENCE, seed=1)
         self.assert_exit(self.train(self.config), 0)
-        write_tokens(self.path("held_out.npy"), 5 * SEQUENCE, seed=1, vocab=65000)
+        self.hide_bad_token("held_out.npy")
         self.config["training"]["steps"] = 12
         self.assert_refused(self.train(self.config), ["held_out.npy", "step 12 is saved: once this is mended, the same command resumes"])
         self.assertEqual(checkpoints(folder)[-1], "step_00000012")
@@ -194,10 +201,11 @@ class BadInput(RunFolder):
         """A run ends at a token that is none, and goes on when that is mended, if that is accepted."""
         self.config["checkpoint"]["folder"] = self.path("other_run")
         self.config["data"].update(shuffle=False, checksum=True)
-        with open(self.path("a.npy"), "r+b") as file:
+        self.config["training"].update(steps=40, eval_interval=20)
+        write_tokens(self.path("a.npy"), 700 * SEQUENCE, seed=1)
+        with open(self.path("a.npy"), "rb") as file:
             good = file.read()
-            file.seek(len(good) - 2 * SEQUENCE)
-            file.write(b"\xff\xff")
+        self.hide_bad_token("a.npy")
         result = self.train(self.config)
         self.assert_refused(result, ["a.npy", "vocab", "--accept-mended-data"])
         saved = checkpoints(self.path("other_run"))[-1]

@@ -149,19 +149,20 @@ TEST_CASE("an epoch reads no sequence twice", "[data][batch_loader]") {
 
 TEST_CASE("a bad token is reported by the call that would have returned it, and after", "[data][batch_loader]") {
   const TemporaryFolder folder;
-  std::vector<uint16_t> ids(20 * kSequence, 5);
-  ids[13 * kSequence + 2] = 1000;
+  constexpr int64_t kLong = 1000;
+  std::vector<uint16_t> ids(30 * kLong, 5);
+  ids[13 * kLong + 2] = 1000;  // on none of the pages that are looked at when a file is opened
   write_tokens(folder / "t.npy", ids);
-  const TokenFiles files({folder / "t.npy"}, TokenType::kUint16, kSequence, 1000);
+  const TokenFiles files({folder / "t.npy"}, TokenType::kUint16, kLong, 1000);
   const int64_t prefetch = GENERATE(1, 100);
   BatchLoader loader(files, {.shuffle = false, .global_batch = 4, .micro_batch = 2, .prefetch = prefetch});
   // So that with room for all the reader has most likely failed already: what it read before must not be lost.
   std::this_thread::sleep_for(std::chrono::milliseconds(20));
-  for (int i = 0; i < 6; ++i) CHECK(loader.next().tokens == std::vector<int32_t>(2 * kSequence, 5));
+  for (int i = 0; i < 6; ++i) CHECK(loader.next().tokens == std::vector<int32_t>(2 * kLong, 5));
   for (int call = 0; call < 2; ++call) {
     const Error error = error_of([&] { loader.next(); });
     CHECK(error.code() == ExitCode::kBadInput);
-    CHECK(contains(error, folder / "t.npy" + ": token 106 is id 1000"));
+    CHECK(contains(error, folder / "t.npy" + ": token 13002 is id 1000"));
   }
 }
 

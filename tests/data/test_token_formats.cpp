@@ -102,10 +102,9 @@ TEST_CASE("a .bin file without index or magic number is raw", "[data][token_form
   const TemporaryFolder folder;
   write_tokens(folder / "a.bin", kIds);
   CHECK(TokenFile(folder / "a.bin", TokenType::kUint16).format() == TokenFormat::kRaw);
-  // The magic numbers are looked for in .bin files only: any ids may stand in others.
   write_file(folder / "a.npy", llm_c_header(20240520, 1, 0));
-  const TokenFile other(folder / "a.npy", TokenType::kUint16);
-  CHECK((other.format() == TokenFormat::kRaw && other.num_tokens() == 512));
+  const Error error = error_of([&] { TokenFile(folder / "a.npy", TokenType::kUint16); });
+  CHECK((error.code() == ExitCode::kBadInput && contains(error, "rename it to end in .bin")));
 }
 
 TEST_CASE("files that contradict themselves are refused", "[data][token_formats]") {

@@ -1,5 +1,5 @@
 #include <cstdio>
-#include <limits>
+#include <optional>
 
 #include <nlohmann/json.hpp>
 
@@ -16,7 +16,7 @@ struct Listed {
   std::vector<std::string> sources;
   TokenType type = TokenType::kUint16;
   int64_t document_end = -1;
-  int64_t vocab_size = int64_t{std::numeric_limits<int32_t>::max()} + 1;
+  int64_t vocab_size = kAnyVocabulary;
   int64_t image_token = -1;  // of image slots
 };
 
@@ -76,7 +76,7 @@ int run_data(const DataOptions& options) {
   int64_t files = 0, tokens = 0;
   for (const std::string& source : listed.sources) {
     for (const std::string& path : expand_source(source)) {
-      TokenFile file(path, listed.type);
+      TokenFile file(path, listed.type, listed.vocab_size);
       warn_of_gaps(file.files(), {});
       const DataStatistics s =
           data_statistics(std::move(file), listed.document_end, listed.vocab_size, listed.image_token);

@@ -1,0 +1,259 @@
+#include "data/token_content.h"
+
+#include <algorithm>
+#include <array>
+#include <cctype>
+#include <cstring>
+#include <set>
+#include <span>
+#include <string>
+#include <string_view>
+
+#include "core/error.h"
+#include "data/token_file.h"
+
+namespace parka {
+namespace {
+
+using std::string_view_literals::operator""sv;
+
+template <typename T>
+T value_at(std::string_view bytes, size_t offset) {
+  T value{};
+  if (offset + sizeof(T) <= bytes.size()) std::memcpy(&value, bytes.data() + offset, sizeof(T));
+  return value;
+}
+
+uint8_t byte_at(std::string_view bytes, size_t offset) { return value_at<uint8_t>(bytes, offset); }
+
+// Some ids have the bytes of a short magic number: such a format needs more that holds of each of its files.
+bool is_gzip(std::string_view head) {
+  const uint8_t method = byte_at(head, 2), flags = byte_at(head, 3), effort = byte_at(head, 8),
+                system = byte_at(head, 9);
+  return head.size() >= 18 && head.starts_with("\x1f\x8b") && method == 8 && flags < 0x20 &&
+         (effort == 0 || effort == 2 || effort == 4) && (system <= 13 || system == 255);
+}
+
+bool is_zip(std::string_view head) {
+  const auto version = value_at<uint16_t>(head, 4), method = value_at<uint16_t>(head, 8);
+  return head.starts_with("PK\3\4") && version <= 63 && method < 100;
+}
+
+bool is_bzip2(std::string_view head) {
+  return head.starts_with("BZh") && (head.substr(4).starts_with("\x31\x41\x59\x26\x53\x59") ||
+                                     head.substr(4).starts_with("\x17\x72\x45\x38\x50\x90"));
+}
+
+bool is_zstd(std::string_view head) {
+  const auto magic = value_at<uint32_t>(head, 0);
+  return magic == 0xfd2fb528u || (magic & 0xfffffff0u) == 0x184d2a50u;  // the latter begins what pzstd writes
+}
+
+bool is_elf(std::string_view head) {
+  const uint8_t width = byte_at(head, 4), order = byte_at(head, 5);
+  return head.starts_with(
+             "\x7f"
+             "ELF") &&
+         (width == 1 || width == 2) && (order == 1 || order == 2);
+}
+
+// A length of 8 bytes, and then a JSON object that long.
+bool is_safetensors(std::string_view head, int64_t file_bytes) {
+  const auto length = value_at<uint64_t>(head, 0);
+  return length >= 2 && length < static_cast<uint64_t>(file_bytes) && head.substr(8).starts_with("{\"");
+}
+
+// A message: its marker, the length of its description, and the offset in there of a table.
+bool is_arrow_stream(std::string_view head, int64_t file_bytes) {
+  const auto length = value_at<uint32_t>(head, 4), table = value_at<uint32_t>(head, 8);
+  return head.starts_with("\xff\xff\xff\xff") && length >= 16 && length % 8 == 0 &&
+         length < static_cast<uint64_t>(file_bytes) && table >= 4 && table < length && table % 4 == 0;
+}
+
+bool is_pickle(std::string_view head, int64_t file_bytes) {
+  const auto frame = value_at<uint64_t>(head, 3);
+  return (head.starts_with("\x80\x04\x95") || head.starts_with("\x80\x05\x95")) && frame > 0 &&
+         frame < static_cast<uint64_t>(file_bytes);
+}
+
+// The magic number of a file of llm.c or 0: its header is 256 numbers, the last half of them 0.
+int32_t llm_c_magic(std::string_view head) {
+  constexpr size_t kHeader = 1024;
+  constexpr std::array<int32_t, 7> kMagic = {20240326, 20240327, 20240328, 20240520, 20240522, 20240527, 20240801};
+  const auto magic = value_at<int32_t>(head, 0), version = value_at<int32_t>(head, 4);
+  if (head.size() < kHeader || std::ranges::find(kMagic, magic) == kMagic.end() || version < 1 || version > 99)
+    return 0;
+  const std::string_view rest = head.substr(kHeader / 2, kHeader / 2);
+  return std::ranges::all_of(rest, [](char byte) { return byte == 0; }) ? magic : 0;
+}
+
+constexpr std::string_view kDecompress = "decompress it, and make token files of it if it is text";
+constexpr std::string_view kPrepare = "make token files of its text with scripts/prepare_data.py";
+constexpr std::string_view kWriteIds = "write the ids in it as raw ids, as numpy's astype() and tofile() do";
+constexpr std::string_view kNoIds = "list token files; scripts/prepare_data.py makes them";
+
+struct Format {
+  std::string_view what, remedy;
+};
+
+Format format_of(std::string_view head, int64_t file_bytes) {
+  struct Magic {
+    std::string_view bytes;
+    Format format;
+  };
+  static constexpr Magic kMagic[] = {
+      {"version https://git-lfs"sv, {"is a pointer of Git LFS in place of the file", "fetch it with git lfs pull"}},
+      {"\x93NUMPY"sv,
+       {"has the header of numpy.save()", "write raw ids, with ndarray.tofile() or prepare_data.py"}},
+      {"PAR1"sv, {"is Parquet", kPrepare}},
+      {"ARROW1\0\0"sv, {"is an Arrow file", kPrepare}},
+      {"\xfd"
+       "7zXZ\0"sv,
+       {"is compressed with xz", kDecompress}},
+      {"\x04\x22\x4d\x18"sv, {"is compressed with lz4", kDecompress}},
+      {"\x89HDF\r\n\x1a\n"sv, {"is HDF5", kWriteIds}},
+      {"\x80\x02\x8a\x0al\xfc\x9c\x46\xf9 j\xa8P\x19"sv, {"is of torch.save()", kWriteIds}},
+      {"BIN.TOK\n"sv,
+       {"is a token file of LLMQ", "write the ids behind its header of 1,024 bytes to a file of their own"}},
+      {"MMIDIDX\0\0"sv, {"is an index of Megatron", "name it .idx, as the .bin that it belongs to"}},
+      {"GGUF"sv, {"is a model in GGUF", kNoIds}},
+      {"SQLite format 3\0"sv, {"is a database of SQLite", kPrepare}},
+      {"%PDF-"sv, {"is PDF", kPrepare}},
+      {"\x89PNG\r\n\x1a\n"sv, {"is a PNG picture", kNoIds}},
+      {"\xff\xd8\xff\xe0\0\x10JFIF"sv, {"is a JPEG picture", kNoIds}},
+  };
+  const auto found = std::ranges::find_if(kMagic, [&](const Magic& m) { return head.starts_with(m.bytes); });
+  if (found != std::end(kMagic)) return found->format;
+  if (is_gzip(head)) return {"is compressed with gzip", kDecompress};
+  if (is_zstd(head)) return {"is compressed with zstd", kDecompress};
+  if (is_bzip2(head)) return {"is compressed with bzip2", kDecompress};
+  if (is_zip(head)) return {"is a ZIP archive, as numpy.savez() and torch.save() write", kWriteIds};
+  if (head.size() > 262 && head.substr(257).starts_with("ustar")) return {"is a tar archive", "unpack it"};
+  if (is_elf(head)) return {"is a program", kNoIds};
+  if (is_safetensors(head, file_bytes)) return {"is safetensors", kWriteIds};
+  if (is_arrow_stream(head, file_bytes)) return {"is an Arrow stream", kPrepare};
+  if (is_pickle(head, file_bytes)) return {"is a pickle of Python", kWriteIds};
+  const int32_t magic = llm_c_magic(head);
+  if (magic == 20240520 || magic == 20240801) return {"is a token file of llm.c", "rename it to end in .bin"};
+  if (magic != 0) return {"is a file of llm.c, but of no tokens for training", kNoIds};
+  return {};
+}
+
+// Whether characters in UTF-8 are whole, but for those that a page cuts.
+bool is_utf8(std::string_view page) {
+  const auto is_inside = [](char byte) { return (static_cast<uint8_t>(byte) & 0xc0) == 0x80; };
+  size_t i = 0;
+  while (i < std::min<size_t>(page.size(), 3) && is_inside(page[i])) ++i;
+  while (i < page.size()) {
+    const auto first = static_cast<uint8_t>(page[i++]);
+    if (first < 0x80) continue;
+    if (first < 0xc2 || first > 0xf4) return false;
+    for (int more = first < 0xe0 ? 1 : first < 0xf0 ? 2 : 3; more > 0 && i < page.size(); --more, ++i) {
+      if (!is_inside(page[i])) return false;
+    }
+  }
+  return true;
+}
+
+// In UTF-8, or nearly all ASCII. Ids have control characters among their bytes, small ones 0.
+bool is_text_page(std::string_view page) {
+  constexpr size_t kLeast = 32;  // bytes, which ids are by chance in one file of 10^8 or fewer
+  int64_t ascii = 0;
+  for (const char c : page) {
+    const auto byte = static_cast<uint8_t>(c);
+    const bool is_space = (byte >= '\t' && byte <= '\r') || byte == 0x1b;  // the latter colours a log
+    if ((byte < 0x20 && !is_space) || byte == 0x7f) return false;
+    ascii += byte < 0x80;
+  }
+  return page.size() >= kLeast && (10 * ascii >= 9 * static_cast<int64_t>(page.size()) || is_utf8(page));
+}
+
+Format format_of_text(std::string_view head) {
+  const auto first = std::ranges::find_if(head, [](char c) { return std::isspace(static_cast<uint8_t>(c)) == 0; });
+  const char begin = first == head.end() ? ' ' : *first;
+  if (begin == '{' || begin == '[') return {"is JSON", kPrepare};
+  if (begin == '<') return {"is HTML or XML, perhaps an error that was downloaded", "download it again"};
+  return {"is text", kPrepare};
+}
+
+// The ids of pages taken for pairs, the lower half of an id of twice the width and the upper.
+struct HalvesOfIds {
+  int64_t pairs = 0;  // that are not 0, as where a file is padded
+  uint32_t greatest_upper = 0;
+  bool second_pairs_are_zero = true;  // of each two: the upper halves of ids of four times the width
+  std::set<uint32_t> lower;
+};
+
+template <typename T>
+HalvesOfIds halves_of(const std::vector<std::string>& pages) {
+  HalvesOfIds halves;
+  for (const std::string_view page : pages) {
+    for (size_t i = 0; (2 * i + 2) * sizeof(T) <= page.size(); ++i) {
+      const uint32_t lower = value_at<T>(page, 2 * i * sizeof(T)),
+                     upper = value_at<T>(page, (2 * i + 1) * sizeof(T));
+      if (lower == 0 && upper == 0) continue;
+      ++halves.pairs;
+      halves.greatest_upper = std::max(halves.greatest_upper, upper);
+      halves.second_pairs_are_zero = halves.second_pairs_are_zero && i % 2 == 0;
+      halves.lower.insert(lower);
+    }
+  }
+  return halves;
+}
+
+// Ids of more bits than they are read with have their upper halves at every second place: 0, or, of a vocabulary
+// beyond 65536, a few small numbers beside lower halves of all kinds. No text has either by chance.
+void check_width(const ReadOnlyFile& file, TokenType type, const std::vector<std::string>& pages) {
+  constexpr int64_t kLeastPairs = 32, kManyPairs = 256;
+  constexpr size_t kLeastValues = 3, kManyValues = 64;
+  constexpr uint32_t kGreatestUpper = 3;  // vocabularies of up to 262144
+  const bool is_16 = type == TokenType::kUint16;
+  const HalvesOfIds halves = is_16 ? halves_of<uint16_t>(pages) : halves_of<uint32_t>(pages);
+  const bool all_zero =
+      halves.greatest_upper == 0 && halves.pairs >= kLeastPairs && halves.lower.size() >= kLeastValues;
+  const bool all_small = is_16 && halves.greatest_upper <= kGreatestUpper && halves.pairs >= kManyPairs &&
+                         halves.lower.size() >= kManyValues;
+  if (!all_zero && !all_small) return;
+  if (!is_16 || halves.second_pairs_are_zero) {
+    throw_bad_input(
+        "{}: has ids of 64 bits, and would be read as {}; write them as uint16 or uint32, as numpy's "
+        "astype() and tofile() do",
+        file.path(), is_16 ? "uint16" : "uint32");
+  }
+  throw_bad_input("{}: has ids of 32 bits, and would be read as uint16; set data.token_dtype=uint32, or --dtype",
+                  file.path());
+}
+
+}  // namespace
+
+std::vector<FilePage> sample_pages(int64_t file_bytes) {
+  constexpr int64_t kPage = 4096, kPages = 4, kAlignment = 16;
+  if (file_bytes <= kPages * kPage) return {{0, file_bytes}};
+  std::vector<FilePage> pages;
+  for (int64_t i = 0; i < kPages; ++i) {
+    const int64_t offset = (file_bytes - kPage) / (kPages - 1) * i;
+    pages.push_back({offset / kAlignment * kAlignment, kPage});
+  }
+  return pages;
+}
+
+void check_raw_content(const ReadOnlyFile& file, TokenType type) {
+  std::vector<std::string> pages;
+  for (const FilePage& page : sample_pages(file.size())) {
+    std::string& bytes = pages.emplace_back(static_cast<size_t>(page.bytes), '\0');
+    file.read(page.offset, std::as_writable_bytes(std::span(bytes)));
+  }
+  const std::string head = pages.front();
+  // A page of one byte again and again, as where a file has not been written yet, says nothing.
+  std::erase_if(pages, [](const std::string& page) {
+    return std::ranges::all_of(page, [&](char byte) { return byte == page.front(); });
+  });
+  Format format = format_of(head, file.size());
+  if (format.what.empty() && !pages.empty() && std::ranges::all_of(pages, is_text_page)) {
+    format = format_of_text(head);
+  }
+  if (!format.what.empty()) throw_bad_input("{}: {}; {}", file.path(), format.what, format.remedy);
+  check_width(file, type, pages);
+}
+
+}  // namespace parka

@@ -1,0 +1,22 @@
+#pragma once
+#include <cstdint>
+#include <vector>
+
+#include "data/read_only_file.h"
+
+namespace parka {
+
+enum class TokenType : uint8_t;
+
+// Where a file is looked at to tell what it holds: at a few pages, from its beginning to its end, each of which
+// begins at a multiple of 16 bytes. They are the whole of a small file.
+struct FilePage {
+  int64_t offset, bytes;
+};
+std::vector<FilePage> sample_pages(int64_t file_bytes);
+
+// Throws Error(kBadInput), saying what the file is and what to do, if it cannot be one of raw ids of `type`: it
+// begins as another format does, is text, or its ids are of another width. Looks at sample_pages() alone.
+void check_raw_content(const ReadOnlyFile& file, TokenType type);
+
+}  // namespace parka

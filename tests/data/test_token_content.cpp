@@ -1,0 +1,184 @@
+#include <cstdint>
+#include <cstring>
+#include <random>
+#include <string>
+#include <tuple>
+#include <vector>
+
+#include "tests/data/token_file_fixtures.h"
+#include "tests/support/catch.h"
+
+using namespace parka;
+using namespace parka::test;
+
+namespace {
+
+using std::string_literals::operator""s;
+
+template <typename T>
+std::string as_bytes(const std::vector<T>& values) {
+  return std::string(reinterpret_cast<const char*>(values.data()), values.size() * sizeof(T));
+}
+
+// Ids as text has them: small ones are frequent.
+std::vector<int64_t> ids_of(int64_t vocab_size, size_t count) {
+  std::mt19937 random(7);
+  std::vector<int64_t> ids(count);
+  for (int64_t& id : ids) {
+    const double u = static_cast<double>(random()) / 4294967296.0;
+    id = static_cast<int64_t>(u * u * static_cast<double>(vocab_size));
+  }
+  return ids;
+}
+
+template <typename T>
+std::string stored_as(const std::vector<int64_t>& ids) {
+  return as_bytes(std::vector<T>(ids.begin(), ids.end()));
+}
+
+// What opening a file of these bytes says; empty if it is taken.
+std::string refusal(const std::string& bytes, TokenType type = TokenType::kUint16,
+                    int64_t vocab_size = kAnyVocabulary) {
+  const TemporaryFolder folder;
+  write_file(folder / "t.npy", bytes);
+  try {
+    TokenFile(folder / "t.npy", type, vocab_size);
+    return {};
+  } catch (const Error& error) {
+    CHECK(error.code() == ExitCode::kBadInput);
+    CHECK(contains(error, folder / "t.npy"));
+    return error.what();
+  }
+}
+
+std::string llm_c_file(int32_t magic, int32_t version) {
+  std::vector<int32_t> header(256, 0);
+  header[0] = magic;
+  header[1] = version;
+  header[2] = 9;
+  return as_bytes(header);
+}
+
+const std::string kCompressed = stored_as<uint16_t>(ids_of(65536, 1000));  // as good as any bytes
+
+}  // namespace
+
+TEST_CASE("files of other formats are refused as what they are", "[data][token_content]") {
+  const auto [start, name] = GENERATE(table<std::string, std::string>({
+      {"\x93NUMPY\1\0"s, "numpy.save"},
+      {"PK\3\4\x2d\0\0\0\0\0"s, "ZIP"},
+      {"PK\3\4\0\0\0\x08\0\0"s, "ZIP"},
+      {"\x1f\x8b\x08\x08\x01\x02\x03\x04\0\x03"s, "gzip"},
+      {"\x1f\x8b\x08\0\0\0\0\0\x02\xff"s, "gzip"},
+      {"\x28\xb5\x2f\xfd"s, "zstd"},
+      {"\xfd"
+       "7zXZ\0"s,
+       "xz"},
+      {"BZh91AY&SY"s, "bzip2"},
+      {"PAR1"s, "Parquet"},
+      {"ARROW1\0\0"s, "Arrow"},
+      {"\xff\xff\xff\xff\x88\1\0\0\x10\0\0\0"s, "Arrow"},
+      {"\x89HDF\r\n\x1a\n"s, "HDF5"},
+      {"\x7f"
+       "ELF\2\1\1"s,
+       "program"},
+      {"\x50\0\0\0\0\0\0\0{\"a\":"s, "safetensors"},
+      {"\x80\x04\x95\x10\0\0\0\0\0\0\0]"s, "pickle"},
+      {"BIN.TOK\n\2\0\0\0\4\0\0\0"s, "LLMQ"},
+      {"MMIDIDX\0\0\1"s, "Megatron"},
+      {llm_c_file(20240520, 1), ".bin"},
+      {llm_c_file(20240801, 7), ".bin"},
+      {llm_c_file(20240326, 5), "llm.c"},
+      {llm_c_file(20240522, 1), "llm.c"},
+  }));
+  CAPTURE(name);
+  CHECK(refusal(start + kCompressed).find(name) != std::string::npos);
+  // An odd number of bytes must not be what is told of it.
+  CHECK(refusal(start + kCompressed + "x").find(name) != std::string::npos);
+}
+
+TEST_CASE("ids that begin as a magic number does are ids", "[data][token_content]") {
+  const std::string ids = stored_as<uint16_t>(ids_of(50257, 1000));
+  const std::string start = GENERATE("\x1f\x8b"s, "\x1f\x8b\x08\x44"s, "PK"s, "BZ"s, "PA"s, "\x28\xb5"s,
+                                     "\x7f"
+                                     "E"s,
+                                     "\x80\x04"s, "\xff\xff"s, "\x88\xd8\x34\1\1\0\0\0"s);
+  CHECK(refusal(start + ids).empty());
+}
+
+TEST_CASE("text is refused, and ids are none", "[data][token_content]") {
+  const auto repeated = [](const std::string& line, size_t bytes) {
+    std::string text;
+    while (text.size() < bytes) text += line;
+    return text;
+  };
+  for (const size_t bytes : {size_t{40}, size_t{3000}, size_t{100'001}}) {
+    CAPTURE(bytes);
+    for (const auto& [line, name] : {std::pair{"{\"text\": \"one\"}\n", "JSON"},
+                                     {"[1, 2, 3, 40, 50,\n", "JSON"},
+                                     {"<!DOCTYPE html><html>\n", "HTML"},
+                                     {"Plain English, with\ta tab.\r\n", "prepare_data.py"},
+                                     {"Gr\xc3\xbc\xc3\x9f"
+                                      "e, \xe4\xbd\xa0\xe5\xa5\xbd \xf0\x9f\x98\x80\n",
+                                      "prepare_data.py"},
+                                     {"version https://git-lfs.github.com/spec/v1\noid\n", "git lfs pull"}}) {
+      CHECK(refusal(repeated(line, bytes)).find(name) != std::string::npos);
+      CHECK(refusal(repeated(line, bytes), TokenType::kUint32).find(name) != std::string::npos);
+    }
+    CHECK(refusal(repeated("na\xefve caf\xe9, and thirty letters of ASCII\n", bytes)).find("text") !=
+          std::string::npos);  // Latin-1
+    // A letter in two bytes is an id of a tokenizer of bytes.
+    const std::string text = repeated("Plain English.\n", bytes);
+    CHECK(refusal(stored_as<uint16_t>({text.begin(), text.end()})).empty());
+  }
+}
+
+TEST_CASE("ids of all vocabularies are no other format", "[data][token_content]") {
+  const int64_t vocab_size = GENERATE(5, 257, 32000, 50257, 65536);
+  const size_t count = GENERATE(3, 16, 100, 3000, 50'000);
+  CAPTURE(vocab_size, count);
+  const std::vector<int64_t> ids = ids_of(vocab_size, count);
+  CHECK(refusal(stored_as<uint16_t>(ids), TokenType::kUint16, vocab_size).empty());
+  CHECK(refusal(stored_as<uint32_t>(ids), TokenType::kUint32, vocab_size).empty());
+  CHECK(refusal(stored_as<uint32_t>(ids_of(256000, count)), TokenType::kUint32, 256000).empty());
+}
+
+TEST_CASE("padding and parts that are not written say nothing", "[data][token_content]") {
+  std::vector<int64_t> ids = ids_of(50257, 40'000);
+  const auto [begin, end] =
+      GENERATE(table<size_t, size_t>({{0, 20'000}, {0, 39'000}, {10'000, 40'000}, {0, 40'000}}));
+  const int64_t padding = GENERATE(0, 0x2020, 50256);
+  std::fill(ids.begin() + static_cast<int64_t>(begin), ids.begin() + static_cast<int64_t>(end), padding);
+  CHECK(refusal(stored_as<uint16_t>(ids)).empty());
+}
+
+TEST_CASE("ids of another width than they are read with are refused", "[data][token_content]") {
+  const size_t count = GENERATE(100, 3000, 50'000);
+  const int64_t vocab_size = GENERATE(5, 257, 50257);
+  std::vector<int64_t> ids = ids_of(vocab_size, count);
+  if (count > 3000) std::fill(ids.begin(), ids.begin() + 20'000, 0);  // padding hides nothing
+  CAPTURE(count, vocab_size);
+  CHECK(refusal(stored_as<uint32_t>(ids)).find("data.token_dtype=uint32") != std::string::npos);
+  CHECK(refusal(stored_as<int64_t>(ids)).find("64 bits") != std::string::npos);
+  CHECK(refusal(stored_as<int64_t>(ids), TokenType::kUint32).find("64 bits") != std::string::npos);
+}
+
+TEST_CASE("ids of 32 bits beyond 65536 are not taken for twice as many", "[data][token_content]") {
+  const int64_t vocab_size = GENERATE(70'000, 128'256, 262'144);
+  const std::vector<int64_t> ids = ids_of(vocab_size, 8000);
+  CHECK(refusal(stored_as<uint32_t>(ids)).find("data.token_dtype=uint32") != std::string::npos);
+  CHECK(refusal(stored_as<int64_t>(ids)).find("64 bits") != std::string::npos);
+}
+
+TEST_CASE("ids beyond the vocabulary are refused when a file is opened", "[data][token_content]") {
+  const std::vector<int64_t> ids = ids_of(50257, 50'000);
+  // Ids of 16 bits in pairs are large numbers.
+  CHECK(refusal(stored_as<uint16_t>(ids), TokenType::kUint32, 128'256).find("data.token_dtype") !=
+        std::string::npos);
+  CHECK(refusal(stored_as<uint16_t>(ids), TokenType::kUint16, 32'000).find("model.vocab_size") !=
+        std::string::npos);
+  std::vector<int64_t> late = ids;
+  late.back() = 60'000;
+  CHECK(refusal(stored_as<uint16_t>(late), TokenType::kUint16, 50'257).find("token 49999 is id 60000") !=
+        std::string::npos);
+}
