@@ -38,6 +38,19 @@ std::string with_extension(const std::string& path, std::string_view extension) 
   return std::filesystem::path(path).replace_extension(extension).string();
 }
 
+// Behind document marks an index may have the mode of each sequence (int8), as of data with images: 0 is text.
+void refuse_modes(const ReadOnlyFile& index, int64_t first) {
+  constexpr int64_t kPiece = 1 << 18;
+  std::vector<uint8_t> modes;
+  for (; first < index.size(); first += kPiece) {
+    modes.resize(static_cast<size_t>(std::min(kPiece, index.size() - first)));
+    index.read(first, std::as_writable_bytes(std::span(modes)));
+    if (std::ranges::all_of(modes, [](uint8_t mode) { return mode == 0; })) continue;
+    throw_bad_input("{}: has sequences of several modes, as Megatron's data with images; make files of text alone",
+                    index.path());
+  }
+}
+
 bool is_llm_c_magic(int32_t magic) { return magic == 20240520 || magic == 20240801; }
 
 // Widens ids to int32. Returns the index of the first id that is not below vocab_size, or ids.size().
@@ -142,11 +155,13 @@ void TokenFile::open_megatron() {
   type_ = code == 8 ? TokenType::kUint16 : TokenType::kUint32;
   const auto sequences = read_value<uint64_t>(file, 18), marks = read_value<uint64_t>(file, 26);
   const auto file_bytes = static_cast<uint64_t>(file.size());
-  if (sequences > file_bytes || marks > file_bytes ||
-      static_cast<uint64_t>(kIndexHeaderBytes) + 12 * sequences + 8 * marks != file_bytes) {
+  const bool too_many = sequences > file_bytes || marks > file_bytes;
+  const uint64_t listed = static_cast<uint64_t>(kIndexHeaderBytes) + 12 * sequences + 8 * marks;
+  if (too_many || (file_bytes != listed && file_bytes != listed + sequences)) {
     throw_bad_input("{}: its {} bytes are not an index of {} sequences and {} document marks; copy it again", name,
                     file.size(), sequences, marks);
   }
+  if (file_bytes != listed) refuse_modes(file, static_cast<int64_t>(listed));
   index_.emplace(Index{std::move(file), static_cast<int64_t>(sequences), static_cast<int64_t>(marks)});
   int64_t last_length = 0;
   for_each_sequence([&](int64_t length) {

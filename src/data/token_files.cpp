@@ -58,7 +58,9 @@ void add_to(Fnv1a& hash, const ReadOnlyFile& file) {
 }  // namespace
 
 std::vector<std::string> expand_source(const std::string& source) {
-  if (source.find_first_of("*?[") == std::string::npos || file_exists(source)) return {source};
+  if (file_exists(source)) return {source};
+  if (file_exists(source + ".idx") && file_exists(source + ".bin")) return {source + ".bin"};
+  if (source.find_first_of("*?[") == std::string::npos) return {source};
   glob_t found{};
   const int status = glob(source.c_str(), 0, nullptr, &found);  // sorts by byte in the C locale, which is ours
   std::vector<std::string> files;

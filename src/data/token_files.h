@@ -19,9 +19,10 @@ struct ExampleRules {
   bool operator==(const ExampleRules&) const = default;
 };
 
-// The files that an entry of the config's lists stands for: the file of that name; or, if there is none and the
-// entry has *, ? or [...], all files that match, in sorted order. Of Megatron's files these are the .bin files;
-// files of masks and images never match. Throws Error(kBadInput) if nothing matches.
+// The files that an entry of the config's lists stands for: the file of that name; or, if there is none, Megatron's
+// whose name it is without .bin and .idx; or, if the entry has *, ? or [...], all files that match, in sorted
+// order. Of Megatron's files these are the .bin files; files of masks and images never match. Throws
+// Error(kBadInput) if nothing matches.
 std::vector<std::string> expand_source(const std::string& source);
 
 // A list of token files as one array of sequences of S tokens. Sequence i of a file is its tokens

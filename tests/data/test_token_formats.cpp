@@ -107,6 +107,26 @@ TEST_CASE("a .bin file without index or magic number is raw", "[data][token_form
   CHECK((error.code() == ExitCode::kBadInput && contains(error, "rename it to end in .bin")));
 }
 
+TEST_CASE("Megatron's files may be named without .bin, as it names them", "[data][token_formats]") {
+  const TemporaryFolder folder;
+  write_tokens(folder / "a.bin", kIds);
+  CHECK(contains(error_of([&] { TokenFiles({folder / "a"}, TokenType::kUint16, 4, 10); }), "a: no such file"));
+  write_file(folder / "a.idx", Index({4, 5}, 8, 2).bytes());
+  CHECK(expand_source(folder / "a") == std::vector<std::string>{folder / "a.bin"});
+  CHECK((read_sequence(TokenFiles({folder / "a"}, TokenType::kUint16, 4, 10), 1) ==
+         std::vector<int32_t>{5, 6, 7, 8}));
+}
+
+TEST_CASE("an index may have modes of sequences, which must be of text", "[data][token_formats]") {
+  const TemporaryFolder folder;
+  write_tokens(folder / "a.bin", kIds);
+  const std::string index = Index({4, 5}, 8, 2).bytes();
+  write_file(folder / "a.idx", index + std::string(2, '\0'));
+  CHECK((TokenFile(folder / "a.bin", TokenType::kUint16).read_document_starts() == std::vector<int64_t>{0, 4}));
+  write_file(folder / "a.idx", index + std::string("\0\1", 2));
+  CHECK(contains(error_of([&] { TokenFile(folder / "a.bin", TokenType::kUint16); }), "several modes"));
+}
+
 TEST_CASE("files that contradict themselves are refused", "[data][token_formats]") {
   const TemporaryFolder folder;
   write_tokens(folder / "a.bin", kIds);
