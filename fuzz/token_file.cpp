@@ -61,8 +61,10 @@ FUZZ_TARGET(token_file) {
   if (!accepts([&] { read_whole(path, type); })) return;
   for (const ExampleRules& rules :
        {ExampleRules{}, ExampleRules{.loss_mask = true, .separate_documents = true},
-        ExampleRules{.separate_documents = true}, ExampleRules{.separate_documents = true, .document_end = 3}}) {
+        ExampleRules{.separate_documents = true},
+        ExampleRules{.separate_documents = true, .document_ids = {.end = 3}},
+        ExampleRules{.separate_documents = true, .document_ids = {.start = 3, .end = 3}}}) {
     accepts([&] { read_examples(path, type, rules); });
   }
-  accepts([&] { data_statistics(TokenFile(path, type), -1, kAnyId); });
+  accepts([&] { data_statistics(TokenFile(path, type), {}, kAnyId); });
 }

@@ -232,8 +232,8 @@ void TokenFile::open_mask() {
   const std::string mask_path = path() + ".mask";
   if (!file_exists(mask_path)) {
     throw_bad_input(
-        "{}: no such file; data.loss_mask, or data.documents without data.document_end, needs a mask file beside "
-        "each token file (scripts/prepare_data.py --chat makes them)",
+        "{}: no such file; data.loss_mask, or data.documents without data.document_start or document_end, needs a mask "
+        "file beside each token file (scripts/prepare_data.py --chat makes them)",
         mask_path);
   }
   ReadOnlyFile file(mask_path);

@@ -102,7 +102,7 @@ void TokenFiles::add_file(const std::string& path) {
         "data.sequence_length",
         path, file.num_tokens(), sequence_length_);
   }
-  const bool by_marks = rules_.separate_documents && rules_.document_end < 0;
+  const bool by_marks = rules_.finds_marked_documents();
   std::vector<int64_t> document_starts;
   if (by_marks && file.has_document_index()) document_starts = file.read_document_starts();
   if (rules_.loss_mask || (by_marks && !file.has_document_index())) file.open_mask();
@@ -135,12 +135,13 @@ void TokenFiles::read(int64_t sequence, int32_t* out) const {
 
 // Sets kMarkDocumentStart where documents begin, and nowhere else.
 void TokenFiles::mark_documents(const Place& place, const int32_t* tokens, std::vector<uint8_t>& marks) const {
-  const bool by_mask = rules_.document_end < 0 && !place.entry.file.has_document_index();
-  if (by_mask) return;  // the marks as read
+  const bool by_ids = rules_.document_ids.any();
+  if (!by_ids && !place.entry.file.has_document_index()) return;  // the marks as read
   for (uint8_t& mark : marks) mark &= static_cast<uint8_t>(~kMarkDocumentStart);
-  if (rules_.document_end >= 0) {
-    for (size_t t = 1; t < marks.size(); ++t) {
-      if (tokens[t - 1] == rules_.document_end) marks[t] |= kMarkDocumentStart;
+  if (by_ids) {
+    DocumentFinder finder(rules_.document_ids);
+    for (size_t t = 0; t < marks.size(); ++t) {
+      if (finder.begins(tokens[t])) marks[t] |= kMarkDocumentStart;
     }
     return;
   }

@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "data/document_ids.h"
 #include "data/image_files.h"
 #include "data/token_file.h"
 
@@ -13,9 +14,11 @@ namespace parka {
 struct ExampleRules {
   bool loss_mask = false;           // only tokens with kMarkTarget in the mask files are targets
   bool separate_documents = false;  // tokens attend only to their own document
-  // The id that ends a document; -1: documents begin where Megatron's index says so, or the mask file.
-  int64_t document_end = -1;
-  ImageRules images = {};  // their slots are never targets
+  DocumentIds document_ids = {};    // where none is given, documents begin where Megatron's index or the mask says
+  ImageRules images = {};           // their slots are never targets
+
+  // Whether index or mask, and not ids, say where documents begin.
+  bool finds_marked_documents() const { return separate_documents && !document_ids.any(); }
   bool operator==(const ExampleRules&) const = default;
 };
 

@@ -388,6 +388,7 @@ class Data(DataFolder):
             ({"weights": 1}, "data.weights: expected an array of numbers"),
             ({"weights": ["1", 2]}, "data.weights: entry 0: expected a number"),
             ({"document_end": 5}, "data.document_end = 5 has no meaning with data.documents = joined"),
+            ({"document_start": 5}, "data.document_start = 5 has no meaning with data.documents = joined"),
             ({"train": [self.path("no-*")]}, "no token file matches"),
             ({"train": [train[0], self.path("held_out.npy.mask")], "loss_mask": True}, ".mask.mask: no such file"),
         ):
@@ -398,7 +399,7 @@ class Data(DataFolder):
                 self.assertFalse(os.path.exists(self.path("run/metrics.jsonl")))
         for arguments, message in (
             ((self.path("a.npy"), "--set", "data.seed=1"), "--set: overrides keys of a config"),
-            ((self.write_config(config), "--dtype", "uint16"), "--dtype and --document-end are for token files"),
+            ((self.write_config(config), "--dtype", "uint16"), "--dtype, --document-start and --document-end are for token files"),
             ((self.path("missing.npy"),), "missing.npy: no such file"),
         ):
             with self.subTest(arguments=arguments):

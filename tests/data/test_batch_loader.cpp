@@ -229,7 +229,7 @@ TEST_CASE("ranks that share sequences get their slices, and the targets of these
   const bool separate = GENERATE(false, true);
   ExampleRules rules;
   rules.separate_documents = separate;
-  if (separate) rules.document_end = 0;
+  if (separate) rules.document_ids.end = 0;
   const TokenFiles files({folder / "tokens"}, TokenType::kUint16, kLength, 1000, rules);
   for (const int64_t slices : {2, 3, 4}) {
     const BatchLoaderOptions whole_options{

@@ -239,7 +239,7 @@ TEST_CASE("documents are told apart by id, by mask and by index", "[data][token_
   std::string path = folder / "a.bin";
   ExampleRules rules{.separate_documents = true};
   write_tokens(path, ids);
-  if (how == "id") rules.document_end = 9;
+  if (how == "id") rules.document_ids.end = 9;
   if (how == "mask") write_file(path + ".mask", std::string("\2\2\0\0\2\0\0\0\2\0\0\0", 12));
   if (how == "index") write_file(folder / "a.idx", Index({1, 3, 4, 4}, 8, 2).bytes());
   const TokenFiles files({path}, TokenType::kUint16, 6, 10, rules);
@@ -251,6 +251,33 @@ TEST_CASE("documents are told apart by id, by mask and by index", "[data][token_
   // A document that began in the sequence before is cut there.
   CHECK((second.first_keys == std::vector<int32_t>{0, 0, 2, 2, 2, 2}));
   CHECK(second.num_targets == 4);
+}
+
+TEST_CASE("documents begin at a token, behind one, or where one stands behind itself", "[data][token_formats]") {
+  const TemporaryFolder folder;
+  using Ids = std::vector<uint16_t>;
+  using Keys = std::vector<int32_t>;
+  // B begins a document and E ends one; X does both.
+  constexpr uint16_t B = 8, E = 9, X = 7;
+  const auto [ids, rules, first_keys] = GENERATE_COPY(table<Ids, DocumentIds, Keys>({
+      {{B, 1, 1, B, 1, B, B, 1}, {.start = B}, {0, 0, 0, 3, 3, 5, 6, 6}},
+      {{1, 1, 1, B, 1, 1, 1, 1}, {.start = B}, {0, 0, 0, 3, 3, 3, 3, 3}},
+      {{B, 1, E, B, 1, E, 1, B}, {.start = B, .end = E}, {0, 0, 0, 3, 3, 3, 6, 7}},
+      {{1, E, B, 1, B, 1, 1, E}, {.start = B, .end = E}, {0, 0, 2, 2, 4, 4, 4, 4}},
+      {{X, 1, 1, X, X, 1, X, X}, {.start = X, .end = X}, {0, 0, 0, 0, 4, 4, 4, 7}},
+      // A sequence that begins within a document, with the end of one, and with a token that may be either.
+      {{1, 1, X, X, 1, 1, 1, X}, {.start = X, .end = X}, {0, 0, 0, 3, 3, 3, 3, 3}},
+      {{X, X, 1, 1, 1, X, X, 1}, {.start = X, .end = X}, {0, 1, 1, 1, 1, 1, 6, 6}},
+      {{X, 1, 1, 1, 1, 1, 1, 1}, {.start = X, .end = X}, {0, 0, 0, 0, 0, 0, 0, 0}},
+      // One alone ends a document; the text behind it is another.
+      {{1, 1, X, 1, 1, 1, 1, 1}, {.start = X, .end = X}, {0, 0, 0, 3, 3, 3, 3, 3}},
+      // A document without text.
+      {{1, X, X, X, X, 1, 1, X}, {.start = X, .end = X}, {0, 0, 2, 2, 4, 4, 4, 4}},
+  }));
+  write_tokens(folder / "a.npy", ids);
+  const TokenFiles files({folder / "a.npy"}, TokenType::kUint16, 8, 10,
+                         {.separate_documents = true, .document_ids = rules});
+  CHECK(example(files, 0).first_keys == first_keys);
 }
 
 TEST_CASE("the documents of an index may have several sequences or none", "[data][token_formats]") {

@@ -167,6 +167,8 @@ TEST_CASE("a value of the wrong type or out of range is refused", "[engine][conf
        "1"},
       {R"({"data": {"documents": "separate", "document_end": 50304}})",
        "data.document_end = 50304 is not a token of model.vocab_size = 50304, so no document would ever end"},
+      {R"({"data": {"documents": "separate", "document_start": 50304}})",
+       "data.document_start = 50304 is not a token of model.vocab_size = 50304, so no document would ever begin"},
       {R"({"data": {"sequence_length": 1}})", "data.sequence_length: 1 is out of range; allowed: 2 to 2147483647"},
   }));
   CHECK(parse_error(text) == "test.json: " + want);

@@ -215,6 +215,7 @@ TEST_CASE("each key on which a checkpoint depends is refused alone", "[engine][c
       [](Config& c) { c.data.shuffle = false; },
       [](Config& c) { c.data.loss_mask = true; },
       [](Config& c) { c.data.documents = DocumentMode::kSeparate; },
+      [](Config& c) { c.data.document_start = 5; },
       [](Config& c) { c.data.document_end = 5; },
       [](Config& c) { c.training.global_batch_size = 64; },
   };
@@ -256,6 +257,7 @@ TEST_CASE("each key that decides how fast a GPU is counts alone", "[engine][conf
       {"finetune.method", [](Config& c) { c.finetune.method = FinetuneMethod::kLora; }},
       {"data.sequence_length", [](Config& c) { c.data.sequence_length = 32; }},
       {"data.documents", [](Config& c) { c.data.documents = DocumentMode::kSeparate; }},
+      {"data.document_start", [](Config& c) { c.data.document_start = 5; }},
       {"data.document_end", [](Config& c) { c.data.document_end = 5; }},
       {"data.images_per_sequence", [](Config& c) { c.data.images_per_sequence = 2; }},
       {"training.micro_batch_size", [](Config& c) { c.training.micro_batch_size = 2; }},

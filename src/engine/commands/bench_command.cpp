@@ -270,7 +270,7 @@ int run_bench(const BenchOptions& options) {
     if (result.documents != config.data.documents) {
       log_warning(
           "data.documents = separate was measured as joined: synthetic tokens have documents only where "
-          "data.document_end ends them");
+          "data.document_start or document_end marks them");
     }
     print_ops(result, options.roofline);
     print_sections(result);

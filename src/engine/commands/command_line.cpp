@@ -402,7 +402,10 @@ void add_data(CLI::App& app, DataOptions& options) {
       ->required();
   command.add_option("--dtype", options.dtype, "Type of a token id in raw files (default: uint16)")
       ->check(CLI::IsMember({"uint16", "uint32"}));
-  command.add_option("--document-end", options.document_end, "Token id that ends a document")
+  command.add_option("--document-start", options.document_ids.start, "Token id that begins a document")
+      ->check(kNotNegative)
+      ->default_str("");
+  command.add_option("--document-end", options.document_ids.end, "Token id that ends a document")
       ->check(kNotNegative)
       ->default_str("");
   command.add_option("--set", options.overrides, "Override a key of the config")

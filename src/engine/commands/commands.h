@@ -4,6 +4,7 @@
 #include <string>
 #include <vector>
 
+#include "data/document_ids.h"
 #include "engine/evaluation/sampling.h"
 #include "engine/planning/step_model.h"
 
@@ -143,7 +144,7 @@ struct DataOptions {
   std::vector<std::string> inputs;  // token files or patterns, or one config (*.json)
   std::vector<std::string> overrides;
   std::string dtype;          // of raw token files: uint16, uint32; empty: uint16
-  int64_t document_end = -1;  // the id that ends a document; -1: index or mask tell
+  DocumentIds document_ids;  // where none is given index or mask tell
   bool json = false;
 };
 int run_data(const DataOptions& options);

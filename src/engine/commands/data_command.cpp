@@ -15,7 +15,7 @@ namespace {
 struct Listed {
   std::vector<std::string> sources;
   TokenType type = TokenType::kUint16;
-  int64_t document_end = -1;
+  DocumentIds document_ids;
   int64_t vocab_size = kAnyVocabulary;
   int64_t image_token = -1;  // of image slots
 };
@@ -29,12 +29,13 @@ Listed list_files(const DataOptions& options) {
     listed.sources = options.inputs;
     if (options.dtype == "uint32") listed.type = TokenType::kUint32;
     check_token_type(listed.sources, listed.type);
-    listed.document_end = options.document_end;
+    listed.document_ids = options.document_ids;
     return listed;
   }
-  if (!options.dtype.empty() || options.document_end >= 0) {
+  if (!options.dtype.empty() || options.document_ids.any()) {
     throw_bad_input(
-        "--dtype and --document-end are for token files; set data.token_dtype and data.document_end in {}",
+        "--dtype, --document-start and --document-end are for token files; set data.token_dtype, data.document_start "
+        "and data.document_end in {}",
         options.inputs.front());
   }
   const Config config = load_config(options.inputs.front(), options.overrides);
@@ -51,7 +52,7 @@ Listed list_files(const DataOptions& options) {
     throw_bad_input("{}: data.train, data.eval and evaluation.sets list no files", options.inputs.front());
   }
   listed.type = config.data.token_dtype;
-  listed.document_end = config.data.document_end;
+  listed.document_ids = config.data.document_ids();
   listed.vocab_size = config.model.vocab_size;
   if (config.model.vision.exists()) listed.image_token = config.model.vision.image_token;
   return listed;
@@ -79,7 +80,7 @@ int run_data(const DataOptions& options) {
       TokenFile file(path, listed.type, listed.vocab_size);
       warn_of_gaps(file.files(), {});
       const DataStatistics s =
-          data_statistics(std::move(file), listed.document_end, listed.vocab_size, listed.image_token);
+          data_statistics(std::move(file), listed.document_ids, listed.vocab_size, listed.image_token);
       ++files;
       tokens += s.num_tokens;
       if (options.json) {

@@ -61,7 +61,8 @@ class DocumentCounter {
 
 }  // namespace
 
-DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t vocab_size, int64_t image_token) {
+DataStatistics data_statistics(TokenFile file, const DocumentIds& document_ids, int64_t vocab_size,
+                               int64_t image_token) {
   constexpr int64_t kPiece = int64_t{1} << 20;
   if (file_exists(file.path() + ".mask")) file.open_mask();
   DataStatistics result;
@@ -70,7 +71,9 @@ DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t voc
   result.type = file.type();
   result.num_tokens = file.num_tokens();
   const std::optional<ImageFiles> images = images_beside(file);
-  int64_t ends = 0;
+  const bool is_end_alone = document_ids.start < 0;
+  int64_t of_ids = 0;
+  DocumentFinder finder(document_ids);
   DocumentCounter of_mask;
   std::vector<int32_t> ids;
   std::vector<uint8_t> marks;
@@ -87,14 +90,17 @@ DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t voc
       throw_bad_input("{}: token {} has the id of image slots, {}, and the file has no images", file.path(),
                       begin + (slot - ids.begin()), image_token);
     }
-    ends += std::count(ids.begin(), ids.end(), document_end);
+    if (document_ids.any()) {
+      of_ids += is_end_alone ? std::ranges::count(ids, document_ids.end)
+                             : std::ranges::count_if(ids, [&](int32_t id) { return finder.begins(id); });
+    }
     if (!file.has_mask()) continue;
     marks.resize(ids.size());
     file.read_marks(begin, count, marks.data());
     of_mask.add(ids, marks);
   }
-  if (document_end >= 0) {
-    result.num_documents = ends;
+  if (document_ids.any()) {
+    result.num_documents = of_ids;
   } else if (file.has_document_index()) {
     result.num_documents = static_cast<int64_t>(file.read_document_starts().size());
   } else if (file.has_mask()) {

@@ -20,10 +20,12 @@ struct DataStatistics {
   std::string checksum;                  // XXH3-128 of the file, as xxh128sum prints it
 };
 
-// If `document_end` is not negative, counts the documents that end with it; else those that begin by index or mask.
+// Counts the documents that `document_ids` tell apart, or those that end with document_ids.end where that is given
+// alone; without either id those that begin by index or mask.
 // Reads the pixels of all images. Throws Error(kBadInput) for an id that is not below `vocab_size`, for images that
 // are damaged, and for image slots without an image. `image_token`: the id of slots; -1: not known, and then files
 // without images beside them are not searched for it.
-DataStatistics data_statistics(TokenFile file, int64_t document_end, int64_t vocab_size, int64_t image_token = -1);
+DataStatistics data_statistics(TokenFile file, const DocumentIds& document_ids, int64_t vocab_size,
+                               int64_t image_token = -1);
 
 }  // namespace parka

@@ -26,11 +26,14 @@ struct DataConfig {
   bool shuffle = true;
   bool loss_mask = false;
   DocumentMode documents = DocumentMode::kJoined;
+  int64_t document_start = -1;
   int64_t document_end = -1;
   bool checksum = false;
   int64_t prefetch_batches = 4;
   int64_t images_per_sequence = 0;
   std::string tokenizer = {};
+
+  DocumentIds document_ids() const { return {document_start, document_end}; }
 
   bool operator==(const DataConfig&) const = default;
 
@@ -57,10 +60,16 @@ struct DataConfig {
     visit(
         "documents", documents,
         "joined: a token attends to everything before it in its sequence; separate: only within its own document");
-    visit("document_end", document_end,
-          "With documents = separate: the token id that ends a document; -1: documents begin where Megatron's "
-          "index or the mask file says",
-          IntegerRange{-1, kMaxDimension});
+    visit(
+        "document_start", document_start,
+        "With documents = separate: the token id that begins a document, which may also be document_end; -1: none "
+        "does",
+        IntegerRange{-1, kMaxDimension});
+    visit(
+        "document_end", document_end,
+        "With documents = separate: the token id that ends a document; -1: none does. Without either id documents "
+        "begin where Megatron's index or the mask file says",
+        IntegerRange{-1, kMaxDimension});
     visit("checksum", checksum,
           "Read all training files once at the start and keep their checksums in checkpoints, so that resuming "
           "detects any change; false: compare only names, sizes, beginnings and ends");

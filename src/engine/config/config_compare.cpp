@@ -63,6 +63,7 @@ constexpr std::string_view kFixedOnResume[] = {
     "data.shuffle",
     "data.loss_mask",
     "data.documents",
+    "data.document_start",
     "data.document_end",
     "training.global_batch_size",
 };
@@ -91,6 +92,7 @@ constexpr std::string_view kSpeed[] = {
     "finetune.",
     "data.sequence_length",
     "data.documents",
+    "data.document_start",
     "data.document_end",
     "data.images_per_sequence",
     "training.micro_batch_size",
@@ -231,6 +233,8 @@ std::string config_hash(const Config& config) {
   for (const ConfigField& field : make_config_table(c).fields) {
     if (!is_listed(field.path, kNotHashed)) hashed[field.path] = get_field(field);
   }
+  // Runs from before this key was there keep their hash.
+  if (c.data.document_start < 0) hashed.erase("data.document_start");
   Checksum checksum;
   checksum.update(as_bytes(hashed.dump()));
   return checksum.hex();
@@ -287,9 +291,9 @@ std::vector<std::string> speed_differences(const Config& measured, const Config&
                          (configs[0].device.gemm_tuning_is_auto() || configs[1].device.gemm_tuning_is_auto());
     if (!counts || is_open || old_value == new_value) continue;
     differences.push_back(fmt::format("{}: {} measured, {} here", path, old_value.dump(), new_value.dump()));
-    if (path == "data.documents" && wanted.data.document_end < 0) {  // SyntheticTokens
+    if (path == "data.documents" && !wanted.data.document_ids().any()) {  // SyntheticTokens
       differences.back() +=
-          ", which a benchmark cannot measure without data.document_end (--set data.documents=joined plans what it measured)";
+          ", which a benchmark cannot measure without data.document_start or document_end (--set data.documents=joined plans what it measured)";
     }
   }
   return differences;

@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <limits>
+#include <tuple>
 #include <utility>
 
 #include "core/error.h"
@@ -461,13 +462,15 @@ void check_data(const DataConfig& d, int64_t vocab_size) {
   if (std::any_of(d.weights.begin(), d.weights.end(), [](double weight) { return weight == 0; })) {
     throw_bad_input("data.weights holds 0; remove the sources that you do not want");
   }
-  if (d.document_end >= 0 && d.documents != DocumentMode::kSeparate) {
-    throw_bad_input("data.document_end = {} has no meaning with data.documents = joined; use separate, or -1",
-                    d.document_end);
-  }
-  if (d.document_end >= vocab_size) {
-    throw_bad_input("data.document_end = {} is not a token of model.vocab_size = {}, so no document would ever end",
-                    d.document_end, vocab_size);
+  for (const auto& [key, id, verb] :
+       {std::tuple{"document_start", d.document_start, "begin"}, {"document_end", d.document_end, "end"}}) {
+    if (id >= 0 && d.documents != DocumentMode::kSeparate) {
+      throw_bad_input("data.{} = {} has no meaning with data.documents = joined; use separate, or -1", key, id);
+    }
+    if (id >= vocab_size) {
+      throw_bad_input("data.{} = {} is not a token of model.vocab_size = {}, so no document would ever {}", key, id,
+                      vocab_size, verb);
+    }
   }
 }
 

@@ -38,7 +38,7 @@ ExampleRules example_rules(const Config& config) {
   const DataConfig& data = config.data;
   ExampleRules rules{.loss_mask = data.loss_mask,
                      .separate_documents = data.documents == DocumentMode::kSeparate,
-                     .document_end = data.document_end};
+                     .document_ids = data.document_ids()};
   const VisionConfig& vision = config.model.vision;
   if (vision.exists()) {
     rules.images = {vision.image_token, ImageEmbedding::num_slots(vision), vision.tower.image_size};

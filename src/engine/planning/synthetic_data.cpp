@@ -58,7 +58,8 @@ Config SyntheticTokens::apply(Config config) const {
   config.data.weights = {};
   config.data.token_dtype = type_;
   config.data.loss_mask = false;
-  if (config.data.document_end < 0) config.data.documents = DocumentMode::kJoined;  // nothing else marks documents
+  if (!config.data.document_ids().any())
+    config.data.documents = DocumentMode::kJoined;  // nothing else marks documents
   config.data.checksum = false;
   config.checkpoint.interval = 0;
   return config;
