@@ -17,10 +17,13 @@ std::string describe_errno(int error) { return std::generic_category().message(e
 
 }  // namespace
 
-bool file_exists(const std::string& path) {
+std::optional<FileId> file_id(const std::string& path) {
   struct stat status {};
-  return stat(path.c_str(), &status) == 0;
+  if (stat(path.c_str(), &status) != 0) return std::nullopt;
+  return FileId{status.st_dev, status.st_ino};
 }
+
+bool file_exists(const std::string& path) { return file_id(path).has_value(); }
 
 ReadOnlyFile::ReadOnlyFile(std::string path) : path_(std::move(path)) {
   struct stat status {};

@@ -1,6 +1,8 @@
 #pragma once
+#include <compare>
 #include <cstddef>
 #include <cstdint>
+#include <optional>
 #include <span>
 #include <string>
 
@@ -37,6 +39,14 @@ class ReadOnlyFile {
   int64_t size_ = 0;
   int descriptor_ = -1;
 };
+
+// A file by whatever path, among those of this machine.
+struct FileId {
+  uint64_t device, inode;
+  auto operator<=>(const FileId&) const = default;
+};
+// nullopt if there is none at `path`, as far as can be known.
+std::optional<FileId> file_id(const std::string& path);
 
 // Whether something exists at `path`, as far as can be known; false for a path that cannot exist.
 bool file_exists(const std::string& path);

@@ -225,6 +225,12 @@ std::vector<const ReadOnlyFile*> TokenFiles::files() const {
   return all;
 }
 
+std::vector<const TokenFile*> TokenFiles::token_files() const {
+  std::vector<const TokenFile*> all;
+  for (const Entry& entry : entries_) all.push_back(&entry.file);
+  return all;
+}
+
 uint64_t TokenFiles::fingerprint() const {
   Fnv1a hash;
   hash.add(sequence_length_);

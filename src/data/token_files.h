@@ -87,6 +87,7 @@ class TokenFiles {
     bool operator==(const FileIdentity&) const = default;
   };
   std::vector<FileIdentity> identities() const;
+  std::vector<const TokenFile*> token_files() const;
   std::vector<const ReadOnlyFile*> files() const;  // in the same order
 
  private:

@@ -29,7 +29,9 @@ class Adapters(RunFolder):
             vocab = json.load(file)["vocab_size"]
         write_tokens(f"{self.folder}/tokens.npy", 2000, 5, vocab)
         tokens = json.dumps([f"{self.folder}/tokens.npy"])
-        settings = {"data.train": tokens, "data.eval": tokens, "data.sequence_length": 16, "checkpoint.folder": run, "device.kind": "cpu",
+        write_tokens(f"{self.folder}/held_out.npy", 2000, 6, vocab)
+        held_out = json.dumps([f"{self.folder}/held_out.npy"])
+        settings = {"data.train": tokens, "data.eval": held_out, "data.sequence_length": 16, "checkpoint.folder": run, "device.kind": "cpu",
                     "finetune.method": "lora", "finetune.rank": 4, "finetune.alpha": 12, "finetune.targets": '["q_proj", "v_proj", "up_proj"]',
                     "optimizer.lr": 1e-2, "optimizer.schedule.warmup_steps": 0, "training.global_batch_size": 4,
                     "training.micro_batch_size": 2, "training.eval_interval": 0}
@@ -110,7 +112,9 @@ class Adapters(RunFolder):
             vocab = json.load(file)["vocab_size"]
         write_tokens(f"{self.folder}/tokens.npy", 2000, 5, vocab)
         tokens = json.dumps([f"{self.folder}/tokens.npy"])
-        settings = {"data.train": tokens, "data.eval": tokens, "data.sequence_length": 16, "checkpoint.folder": run, "device.kind": "cpu",
+        write_tokens(f"{self.folder}/held_out.npy", 2000, 6, vocab)
+        held_out = json.dumps([f"{self.folder}/held_out.npy"])
+        settings = {"data.train": tokens, "data.eval": held_out, "data.sequence_length": 16, "checkpoint.folder": run, "device.kind": "cpu",
                     "finetune.method": "lora", "finetune.base": "nf4", "finetune.rank": 4, "finetune.alpha": 12, "optimizer.lr": 1e-2,
                     "optimizer.schedule.warmup_steps": 0, "training.global_batch_size": 4, "training.micro_batch_size": 2,
                     "training.eval_interval": 0}
@@ -189,7 +193,9 @@ class Adapters(RunFolder):
         run_in("project", 0, "import", os.path.abspath(FIXTURE), "--out", "models/llama")
         write_tokens(self.path("tokens.npy"), 2000, 5, 83)
         tokens = json.dumps([self.path("tokens.npy")])
-        settings = {"data.train": tokens, "data.eval": tokens, "data.sequence_length": 16, "device.kind": "cpu", "finetune.method": "lora",
+        write_tokens(self.path("held_out.npy"), 2000, 6, 83)
+        held_out = json.dumps([self.path("held_out.npy")])
+        settings = {"data.train": tokens, "data.eval": held_out, "data.sequence_length": 16, "device.kind": "cpu", "finetune.method": "lora",
                     "optimizer.lr": 1e-2, "optimizer.schedule.warmup_steps": 0, "training.global_batch_size": 4, "training.micro_batch_size": 2,
                     "training.steps": 2, "training.eval_interval": 0}
         # Into runs/llama, as the config that was written proposes.

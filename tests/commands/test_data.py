@@ -34,11 +34,14 @@ def write_marks(path, tokens, seed):
 
 
 class DataFolder(RunFolder):
-    def setUp(self):
-        super().setUp()
+    def mark_files(self):
         write_marks(self.path("a.npy"), 21 * SEQUENCE + 5, seed=4)
         write_marks(self.path("b.npy"), 18 * SEQUENCE, seed=5)
         write_marks(self.path("held_out.npy"), 6 * SEQUENCE, seed=6)
+
+    def copy_with_marks(self, name, to):
+        for end in ("", ".mask"):
+            shutil.copy(self.path(name + end), self.path(to + end))
 
     def write_tokens_and_marks(self, name, ids, marks):
         for path, content in ((name, array.array("H", ids).tobytes()), (name + ".mask", marks)):
@@ -73,6 +76,7 @@ class DataFolder(RunFolder):
 
 class OfRecipe(DataFolder):
     def test_masked_documents_of_a_mixture_resume_exactly(self):
+        self.mark_files()
         config = self.config("run", RECIPE, weights=[0.7, 0.3], loss_mask=True, documents="separate")
         self.assert_resumes_exactly(config)
         numbers = {record["targets"] for record in metrics(self.path("run"))}
@@ -123,8 +127,10 @@ class Data(DataFolder):
         self.assertRegex(refused.stderr, r"have \[21,36\] sequences, and had \[39,18\] .*: a file has moved")
 
     def test_ranks_and_stages_train_on_the_same_targets(self):
+        self.mark_files()
+        self.copy_with_marks("b.npy", "copy.npy")
         data = {"weights": [0.7, 0.3], "loss_mask": True, "documents": "separate"}
-        evaluation = {"sets": [f"b={self.path('b.npy')}"]}
+        evaluation = {"sets": [f"b={self.path('copy.npy')}"]}
         self.run_config({**self.config("one", "fp32", **data), "evaluation": evaluation})
         one = metrics(self.path("one"))
         # The last are two groups of two ranks.
@@ -144,6 +150,7 @@ class Data(DataFolder):
                         self.assertLess(abs(a["loss"] - b["loss"]), 1e-5)
 
     def test_eval_command_agrees_with_training(self):
+        self.mark_files()
         self.run_config(self.config("run", "bf16", loss_mask=True, documents="separate"))
         result = parka("eval", self.path("run"), "--json")
         self.assert_exit(result, 0)
@@ -157,6 +164,8 @@ class Data(DataFolder):
         return json.loads(result.stdout)
 
     def test_sets_are_masked_as_the_training_data_is_and_tasks_are_not(self):
+        self.mark_files()
+        self.copy_with_marks("b.npy", "copy.npy")
         shutil.copy(self.path("b.npy"), self.path("plain.npy"))
         with open(self.path("task.jsonl"), "w", encoding="utf-8") as file:
             lines = [{"kind": "parka requests", "version": 1, "task": "made_up", "metric": "acc"}]
@@ -166,7 +175,7 @@ class Data(DataFolder):
             file.writelines(json.dumps(line) + "\n" for line in lines)
         config = self.config("run", "fp32", loss_mask=True, documents="separate")
         task = self.path("task.jsonl")
-        config["evaluation"] = {"sets": [f"held={self.path('held_out.npy')}", f"b={self.path('b.npy')}"], "tasks": [task]}
+        config["evaluation"] = {"sets": [f"held={self.path('held_out.npy')}", f"b={self.path('copy.npy')}"], "tasks": [task]}
         self.run_config(config)
         logged = {record["set"]: record for record in metrics(self.path("run"), "eval_set")}
         result = self.evaluated()
@@ -224,6 +233,7 @@ class Data(DataFolder):
         self.assertNotEqual(learning_curve(self.path("joined-run")), curves[0])
 
     def test_training_does_not_wait_for_data(self):
+        self.mark_files()
         config = self.config("run", "fp32", weights=[0.7, 0.3], loss_mask=True, documents="separate")
         config["data"]["prefetch_batches"] = 16
         self.run_config(config)
@@ -232,6 +242,7 @@ class Data(DataFolder):
         self.assertLess(statistics.median(record["data_wait_seconds"] / record["seconds"] for record in records), 0.1)
 
     def test_data_command(self):
+        self.mark_files()
         result = parka("data", self.path("[ab].npy"), "--document-end", "5", "--json")
         self.assert_exit(result, 0)
         lines = [json.loads(line) for line in result.stdout.splitlines()]
@@ -248,8 +259,10 @@ class Data(DataFolder):
         self.assertNotEqual(lines[0]["checksum"], lines[1]["checksum"])
 
     def test_data_command_on_a_config(self):
-        config = self.config("run", "fp32")
-        config["evaluation"] = {"sets": [f"b={self.path('b*.npy')}"]}
+        self.mark_files()
+        self.copy_with_marks("b.npy", "copy.npy")
+        config = self.config("run", "fp32", loss_mask=True)
+        config["evaluation"] = {"sets": [f"b={self.path('c*.npy')}"]}
         result = parka("data", self.write_config(config))
         self.assert_exit(result, 0)
         self.assertIn(f"{63 * SEQUENCE + 5} tokens in 4 files", result.stdout)
@@ -303,6 +316,7 @@ class Data(DataFolder):
             self.assertIn("tokens are fewer than one sequence of 100000", refused.stderr)
 
     def test_data_command_on_a_config_refuses_files_without_targets(self):
+        self.mark_files()
         with open(self.path("b.npy.mask"), "r+b") as file:
             file.write(bytes(os.path.getsize(self.path("b.npy.mask"))))
         refused = parka("data", self.write_config(tiny_config(self.folder)), "--set", "data.loss_mask=true")
@@ -379,7 +393,9 @@ class Data(DataFolder):
         self.assertEqual(result.stderr, "")
 
     def test_bad_input_is_named(self):
-        config = self.config("run", "fp32")
+        self.mark_files()
+        shutil.copy(self.path("b.npy"), self.path("plain.npy"))
+        config = self.config("run", "fp32", loss_mask=True)
         train = config["data"]["train"]
         for data, message in (
             ({"weights": [1]}, "data.weights has 1 numbers, but data.train has 2 entries"),
@@ -390,7 +406,7 @@ class Data(DataFolder):
             ({"document_end": 5}, "data.document_end = 5 has no meaning with data.documents = joined"),
             ({"document_start": 5}, "data.document_start = 5 has no meaning with data.documents = joined"),
             ({"train": [self.path("no-*")]}, "no token file matches"),
-            ({"train": [train[0], self.path("held_out.npy.mask")], "loss_mask": True}, ".mask.mask: no such file"),
+            ({"train": [train[0], self.path("plain.npy")]}, "plain.npy.mask: no such file"),
         ):
             with self.subTest(data=data):
                 result = self.train({**config, "data": {**config["data"], **data}})

@@ -3,6 +3,7 @@ down once more over a forward pass in numpy."""
 import json
 import math
 import os
+import shutil
 import subprocess
 import sys
 import unittest
@@ -246,7 +247,8 @@ class Tasks(RunFolder):
         for task in ("winogrande", "hellaswag"):
             wanted["pmi_" + task] = ("pmi_dc", TASKS[task][1])
             paths.append(self.prepare(task, "--metric", "pmi_dc", "--name", "pmi_" + task, name="pmi_" + task))
-        self.config["evaluation"] = {"tasks": paths, "sets": [f"{n}={self.path(n)}.npy" for n in ("a", "held_out")]}
+        shutil.copy(self.path("a.npy"), self.path("copy.npy"))
+        self.config["evaluation"] = {"tasks": paths, "sets": [f"{n}={self.path(n)}.npy" for n in ("copy", "held_out")]}
         self.assert_exit(self.train(self.config), 0)
         predictions_path = self.path("predictions.jsonl")
         result = self.evaluate("--tasks", *paths, "--predictions", predictions_path)
@@ -283,15 +285,15 @@ class Tasks(RunFolder):
             return [(record["kind"], record.get("set") or record.get("task"), record["step"]) for kind in ("eval", "eval_set", "task")
                     for record in metrics(self.path("run"), kind) if record["step"] == 6]
 
-        self.config["evaluation"] = {"sets": [f"first={self.path('a.npy')}"], "tasks": [self.prepare("copa")]}
+        self.config["evaluation"] = {"sets": [f"first={self.path('held_out.npy')}"], "tasks": [self.prepare("copa")]}
         self.assert_exit(self.train(self.config), 0)
         of_first = [("eval", None, 6), ("eval_set", "first", 6), ("task", "copa", 6)]
         self.assertEqual(recorded(), of_first)
         # As many as before, and then more.
-        self.config["evaluation"] = {"sets": [f"second={self.path('a.npy')}"], "tasks": [self.prepare("arc_easy")]}
+        self.config["evaluation"] = {"sets": [f"second={self.path('held_out.npy')}"], "tasks": [self.prepare("arc_easy")]}
         self.assert_exit(self.train(self.config), 0)
         self.assertCountEqual(recorded(), [*of_first, ("eval_set", "second", 6), ("task", "arc_easy", 6)])
-        self.config["evaluation"]["sets"] = [f"{name}={self.path('a.npy')}" for name in ("third", "fourth", "fifth")]
+        self.config["evaluation"]["sets"] = [f"{name}={self.path('held_out.npy')}" for name in ("third", "fourth", "fifth")]
         self.assert_exit(self.train(self.config), 0)
         self.assertCountEqual(recorded(), [*of_first, ("task", "arc_easy", 6),
                                            *(("eval_set", name, 6) for name in ("second", "third", "fourth", "fifth"))])

@@ -141,7 +141,8 @@ class Training(Imported):
     def train(self, config, *overrides, data=("data",), out="run"):
         """What it says on the way."""
         files = ", ".join(f'"{self.path(folder)}/train-*.npy"' for folder in data)
-        sets = (f"data.train=[{files}]", "data.sequence_length=64", "training.steps=2", "training.global_batch_size=2",
+        sets = (f"data.train=[{files}]", "data.sequence_length=64", "data.loss_mask=true", "data.documents=separate",
+                "training.steps=2", "training.global_batch_size=2",
                 "optimizer.schedule.warmup_steps=0", f"checkpoint.folder={self.path(out)}", "device.kind=cpu", "precision.recipe=fp32",
                 "optimizer.master=none", *overrides)
         result = parka("train", config, *[word for one in sets for word in ("--set", one)])

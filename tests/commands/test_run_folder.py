@@ -296,7 +296,7 @@ class Checkpoints(RunFolders):
         config["training"]["steps"] = 16
         self.assert_exit(self.train(config), 0)
         config["checkpoint"]["keep"] = 2
-        config["evaluation"] = {"sets": [f"more={self.path('a.npy')}"]}
+        config["evaluation"] = {"sets": [f"more={self.path('held_out.npy')}"]}
         self.assertIn("the older ones of the 4 checkpoints in", self.train(config).stderr)
         self.assertEqual(checkpoints(self.path("kept")), ["step_00000014", "step_00000016"])
 

@@ -29,7 +29,9 @@ class SideNetworks(RunFolder):
             vocab = json.load(file)["vocab_size"]
         write_tokens(f"{self.folder}/tokens.npy", 2000, 5, vocab)
         tokens = json.dumps([f"{self.folder}/tokens.npy"])
-        settings = {"data.train": tokens, "data.eval": tokens, "data.sequence_length": 16, "checkpoint.folder": f"{self.folder}/run",
+        write_tokens(f"{self.folder}/held_out.npy", 2000, 6, vocab)
+        held_out = json.dumps([f"{self.folder}/held_out.npy"])
+        settings = {"data.train": tokens, "data.eval": held_out, "data.sequence_length": 16, "checkpoint.folder": f"{self.folder}/run",
                     "device.kind": "cpu", "finetune.method": "qst", "finetune.base": "nf4", "finetune.reduction": 4, "finetune.rank": 4,
                     "optimizer.lr": 1e-2, "optimizer.schedule.warmup_steps": 0, "training.global_batch_size": 4,
                     "training.micro_batch_size": 2, "training.eval_interval": 0} | changes

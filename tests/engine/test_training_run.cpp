@@ -283,6 +283,7 @@ TEST_CASE("data without any target is refused, also as one source of several", "
     CHECK((error.code() == ExitCode::kBadInput && mentions(error.what(), "none of 40 sequences of " + second)));
   }
   config.data.loss_mask = false;
+  for (const std::string& file : config.data.train) std::filesystem::remove(file + ".mask");
   TrainingRun(config, *device, alone());
 }
 

@@ -57,6 +57,8 @@ def merged(config, changes):
     result = copy.deepcopy(config)
     for section, keys in changes.items():
         result[section] = {**result.get(section, {}), **keys}
+    if result.get("data", {}).get("loss_mask"):  # masks lie beside the files of these cases alone
+        result = json.loads(json.dumps(result).replace("../data/", "../masked/"))
     return result
 
 
@@ -72,7 +74,7 @@ def base_config(family, recipe):
                  "sequence_length": SEQUENCE},
         "training": {"steps": STEPS, "global_batch_size": 4, "micro_batch_size": 2, "eval_interval": 4},
         "checkpoint": {"folder": "run", "interval": 4, "keep": 0},
-        "evaluation": {"sets": [f"{name}=../data/{family}_{name}.npy" for name in ("a", "held_out")],
+        "evaluation": {"sets": [f"a=../data/copies/{family}_a.npy", f"held_out=../data/{family}_held_out.npy"],
                        "tasks": ["../data/task.jsonl"]},
     }
 
@@ -168,12 +170,12 @@ def option_cases():
 
 
 def wide_case(family, recipe, model):
-    long = f"../data/{family}_long.npy"
+    long, copy = f"../data/{family}_long.npy", f"../data/copies/{family}_long.npy"
     return of(".wide", family, recipe, {
         "model": {"d_model": 192, "num_layers": 2, "d_ffn": 368, **model},
-        "data": {"train": [long], "eval": [long], "sequence_length": LONG_SEQUENCE},
+        "data": {"train": [long], "eval": [copy], "sequence_length": LONG_SEQUENCE},
         "training": {"steps": 4, "micro_batch_size": 4},
-        "evaluation": {"sets": [f"long={long}"]},
+        "evaluation": {"sets": [f"long={copy}"]},
     })
 
 
@@ -230,11 +232,18 @@ def write_task(path):
 
 
 def write_data(folder):
-    os.mkdir(folder)
+    """Also the same files with masks, in a folder beside it. A file is evaluated on as a copy where it is trained on."""
+    write_files(folder, with_marks=False)
+    write_files(os.path.join(os.path.dirname(folder), "masked"), with_marks=True)
+
+
+def write_files(folder, with_marks):
+    os.makedirs(os.path.join(folder, "copies"))
     for family, vocab in VOCAB.items():
         for seed, (name, count) in enumerate((("a", 17 * SEQUENCE + 5), ("b", 14 * SEQUENCE), ("held_out", 6 * SEQUENCE),
                                               ("long", 12 * LONG_SEQUENCE + 9))):
-            path = os.path.join(folder, f"{family}_{name}.npy")
-            write_tokens(path, count, vocab, seed)
-            write_marks(path + ".mask", count, seed + 10)
+            for path in (os.path.join(folder, place, f"{family}_{name}.npy") for place in ("", "copies")):
+                write_tokens(path, count, vocab, seed)
+                if with_marks:
+                    write_marks(path + ".mask", count, seed + 10)
     write_task(os.path.join(folder, "task.jsonl"))

@@ -2,13 +2,14 @@
 
 #include "engine/commands/commands.h"
 #include "engine/config/config_io.h"
+#include "engine/config/data_sources.h"
 
 namespace parka {
 
 int run_config(const ConfigOptions& options) {
   switch (options.action) {
     case ConfigOptions::Action::kCheck:
-      load_config(options.config_path, options.overrides);
+      check_present_files(load_config(options.config_path, options.overrides));
       std::printf("%s: valid\n", options.config_path.c_str());
       return 0;
     case ConfigOptions::Action::kShow:

@@ -2,14 +2,13 @@
 
 #include <algorithm>
 #include <filesystem>
+#include <iterator>
 #include <map>
-#include <set>
+#include <optional>
 
 #include <fmt/ranges.h>
-#include <nlohmann/json.hpp>
-
 #include "core/error.h"
-#include "engine/files/file_io.h"
+#include "engine/config/data_description.h"
 #include "engine/files/json_text.h"
 #include "model/vision/image_embedding.h"
 
@@ -50,80 +49,107 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// The file's content where it is that of a data.json; null where it is not there, or anything else.
-nlohmann::json read_description(const fs::path& path) {
-  constexpr uintmax_t kMost = uintmax_t{1} << 24;  // a data set of another program may have the name, too
-  std::error_code failed;
-  const uintmax_t size = fs::file_size(path, failed);
-  if (failed || size > kMost) return nullptr;
-  try {
-    nlohmann::json read = nlohmann::json::parse(read_text(path.string(), kMost), nullptr, false);
-    return read.is_object() && read.value("dtype", nlohmann::json()).is_string() ? read : nullptr;
-  } catch (const Error&) {
-    return nullptr;
+bool is_pattern(const std::string& source) {
+  return source.find_first_of("*?[") != std::string::npos && !file_exists(source);
+}
+
+// Those of sources that are there.
+std::vector<std::string> present_files(const std::vector<std::string>& sources) {
+  std::vector<std::string> present;
+  for (const std::string& source : sources) {
+    std::error_code ignored;
+    try {
+      std::ranges::copy_if(expand_source(source), std::back_inserter(present), file_exists);
+    } catch (const Error&) {
+    }
+  }
+  return present;
+}
+
+// 16 bits hold no id of a larger vocabulary, so they are not meant, unless what made the file says so.
+void check_reach(const TokenFile& file, bool is_described, const Config& config) {
+  if (file.format() != TokenFormat::kRaw || file.type() != TokenType::kUint16 || is_described) return;
+  if (config.model.vocab_size <= 65536) return;
+  throw_bad_input(
+      "{}: raw ids of data.token_dtype=uint16 do not reach model.vocab_size = {}; set "
+      "data.token_dtype=uint32, and write ids of 16 bits again as uint32",
+      file.path(), config.model.vocab_size);
+}
+
+// A mask is there to be used.
+void check_mask(const TokenFile& file) {
+  if (file.has_mask() || !file_exists(file.path() + ".mask")) return;
+  throw_bad_input(
+      "{}.mask: marks the tokens to be learnt, and data.loss_mask=false learns all; set "
+      "data.loss_mask=true, or move the mask away",
+      file.path());
+}
+
+// All files of data.eval and evaluation.sets.
+std::vector<std::string> held_out_sources(const Config& config) {
+  std::vector<std::string> sources = config.data.eval;
+  for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) {
+    sources.insert(sources.end(), set.files.begin(), set.files.end());
+  }
+  return sources;
+}
+
+// A pattern that takes what scripts/prepare_data.py has held out in the same folder.
+void check_patterns(const std::vector<std::string>& sources) {
+  DataDescriptions descriptions;
+  for (const std::string& source : sources) {
+    if (!is_pattern(source)) continue;
+    for (const fs::path file : expand_source(source)) {
+      if (descriptions.of(file, "eval") == nullptr) continue;
+      throw_bad_input("data.train: \"{}\" takes {}, which is held out, as {} says; write \"{}\"", source,
+                      file.string(), description_path(file).string(),
+                      (file.parent_path() / ("train-*" + file.extension().string())).string());
+    }
   }
 }
 
-// Whether one of its splits has the file.
-bool describes(const nlohmann::json& description, const std::string& file) {
-  return std::ranges::any_of(description, [&](const nlohmann::json& split) {
-    if (!split.is_object() || !split.contains("files")) return false;
-    const nlohmann::json& files = split.at("files");
-    return std::find(files.begin(), files.end(), file) != files.end();
-  });
+// Files are the same by any path.
+void check_held_out(const TokenFiles& training, const Config& config) {
+  std::map<FileId, std::string> trained;
+  for (const TokenFile* file : training.token_files()) {
+    if (const std::optional<FileId> id = file_id(file->path())) trained.emplace(*id, file->path());
+  }
+  for (fs::path path : present_files(held_out_sources(config))) {
+    if (path.extension() == ".idx") path.replace_extension(".bin");
+    const std::optional<FileId> id = file_id(path.string());
+    const auto found = id ? trained.find(*id) : trained.end();
+    if (found == trained.end()) continue;
+    throw_bad_input(
+        "{}: is in data.train and in data.eval or evaluation.sets{}, so its loss would tell nothing; take it "
+        "out of one of them",
+        path.string(), found->second == path.string() ? "" : ", there as " + found->second);
+  }
 }
 
 }  // namespace
 
 void check_token_type(const std::vector<std::string>& sources, TokenType type) {
-  std::map<fs::path, nlohmann::json> described;  // by folder
+  DataDescriptions descriptions;
   for (const std::string& source : sources) {
-    for (const fs::path path : expand_source(source)) {
-      const fs::path beside = path.parent_path() / "data.json";
-      const auto [found, is_new] = described.try_emplace(path.parent_path());
-      nlohmann::json& info = found->second;
-      if (is_new) info = read_description(beside);
-      if (info.is_null() || info.at("dtype") == name_of(type) || !describes(info, path.filename().string()))
-        continue;
-      throw_bad_input("{}: its ids are {}, as {} says, and would be read as {}; set data.token_dtype, or --dtype",
-                      path.string(), info.at("dtype").get<std::string>(), beside.string(), name_of(type));
-    }
-  }
-}
-
-std::string described_tokenizer(const nlohmann::json& description) {
-  const auto text = [&](const char* key) {
-    const auto found = description.find(key);
-    return found != description.end() && found->is_string() ? found->get<std::string>() : "";
-  };
-  const std::string checksum = text("tokenizer_sha256");
-  return checksum.empty() && text("tokenizer") == "bytes" ? "bytes" : checksum;
-}
-
-void for_each_description(const std::vector<std::string>& sources,
-                          const std::function<void(const std::string& file, const nlohmann::json&)>& called) {
-  std::set<fs::path> described;
-  for (const std::string& source : sources) {
-    std::vector<std::string> files;
-    try {
-      files = expand_source(source);
-    } catch (const Error&) {
-    }
-    for (const std::string& file : files) {
-      const fs::path path = file, folder = path.parent_path();
-      if (described.contains(folder)) continue;
-      const nlohmann::json description = read_description(folder / "data.json");
-      if (description.is_null() || !describes(description, path.filename().string())) continue;
-      described.insert(folder);
-      called(file, description);
+    for (const std::string& file : expand_source(source)) {
+      if (const nlohmann::json* description = descriptions.of(file)) check_described_type(file, *description, type);
     }
   }
 }
 
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config) {
-  check_token_type(sources, config.data.token_dtype);
+  DataDescriptions descriptions;
+  for (const std::string& source : sources) {
+    for (const std::string& file : expand_source(source)) {
+      if (const nlohmann::json* description = descriptions.of(file)) check_described(file, *description, config);
+    }
+  }
   TokenFiles files(sources, config.data.token_dtype, config.data.sequence_length, config.model.vocab_size,
                    example_rules(config));
+  for (const TokenFile* file : files.token_files()) {
+    check_reach(*file, descriptions.of(file->path()) != nullptr, config);
+    check_mask(*file);
+  }
   const int64_t most = files.most_images();
   if (most > config.data.images_per_sequence) {
     throw_bad_input(
@@ -135,13 +161,26 @@ TokenFiles open_token_files(const std::vector<std::string>& sources, const Confi
 }
 
 TokenFiles open_training_files(const Config& config) {
+  check_patterns(config.data.train);
   TokenFiles files = open_token_files(config.data.train, config);
+  check_held_out(files, config);
   if (!files.targets_vary()) return files;
   if (const auto source = files.source_without_targets()) {
     throw_bad_input("data.train: none of {} sequences of {} has a target; check the file, and the mask beside it",
                     files.source_sequences()[*source], config.data.train[*source]);
   }
   return files;
+}
+
+void check_present_files(Config config) {
+  const auto keep_present = [](std::vector<std::string>& sources) {
+    std::erase_if(sources, [](const std::string& source) { return present_files({source}).empty(); });
+  };
+  keep_present(config.data.train);
+  if (!config.data.train.empty()) open_training_files(config);
+  std::vector<std::string> held_out = held_out_sources(config);
+  keep_present(held_out);
+  if (!held_out.empty()) open_token_files(held_out, config);
 }
 
 }  // namespace parka

@@ -1,9 +1,6 @@
 #pragma once
-#include <functional>
 #include <string>
 #include <vector>
-
-#include <nlohmann/json_fwd.hpp>
 
 #include "data/token_files.h"
 #include "engine/config/config.h"
@@ -26,18 +23,14 @@ ExampleRules example_rules(const Config& config);
 // of another type: ids of 32 bits, read as twice as many of 16, are all in a large vocabulary.
 void check_token_type(const std::vector<std::string>& sources, TokenType type);
 
-// The tokenizer that made ids, as a data.json or the header of a request file says: the SHA-256 of its file, or
-// "bytes". Empty where it does not say.
-std::string described_tokenizer(const nlohmann::json& description);
-// Calls `called` with the first token file of each folder whose data.json, of scripts/prepare_data.py or
-// prepare_images.py, describes it, and with that data.json, which may be long: it is of all files of its folder.
-// Sources that are not there any more, as training data may be where a run is evaluated, say nothing.
-void for_each_description(const std::vector<std::string>& sources,
-                          const std::function<void(const std::string& file, const nlohmann::json&)>& called);
-
-// Throws Error(kBadInput) for data that cannot be used, or has more images than there is room for.
+// Throws Error(kBadInput) for data that cannot be used, that contradict what lies beside them, or that have more
+// images than there is room for.
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config);
-// Those of data.train; likewise also where one of its sources has no target.
+// Those of data.train; likewise also where one of its sources has no target, or has what is held out.
 TokenFiles open_training_files(const Config& config);
+
+// Throws Error(kBadInput) for token files of `config` that a run would refuse. Those that are not there are passed
+// over: a config may be checked where its data are not.
+void check_present_files(Config config);
 
 }  // namespace parka

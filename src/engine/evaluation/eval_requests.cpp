@@ -7,7 +7,7 @@
 #include <nlohmann/json.hpp>
 
 #include "core/error.h"
-#include "engine/config/data_sources.h"
+#include "engine/config/data_description.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 

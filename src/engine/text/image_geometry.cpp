@@ -7,6 +7,7 @@
 
 #include "core/log/log.h"
 #include "data/read_only_file.h"
+#include "engine/config/data_description.h"
 #include "engine/config/data_sources.h"
 #include "engine/files/file_io.h"
 #include "engine/huggingface/llava_config.h"

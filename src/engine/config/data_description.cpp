@@ -1,0 +1,143 @@
+#include "engine/config/data_description.h"
+
+#include <algorithm>
+#include <optional>
+#include <set>
+
+#include <fmt/ranges.h>
+
+#include "core/error.h"
+#include "engine/files/file_io.h"
+
+namespace parka {
+namespace {
+
+namespace fs = std::filesystem;
+using nlohmann::json;
+
+// The file's content where it is that of a data.json; null where it is not there, or anything else.
+json read_description(const fs::path& path) {
+  constexpr uintmax_t kMost = uintmax_t{1} << 24;  // a data set of another program may have the name, too
+  std::error_code failed;
+  const uintmax_t size = fs::file_size(path, failed);
+  if (failed || size > kMost) return nullptr;
+  try {
+    json read = json::parse(read_text(path.string(), kMost), nullptr, false);
+    return read.is_object() && read.value("dtype", json()).is_string() ? read : nullptr;
+  } catch (const Error&) {
+    return nullptr;
+  }
+}
+
+bool has_file(const json& split, const std::string& file) {
+  if (!split.is_object() || !split.contains("files")) return false;
+  const json& files = split.at("files");
+  return std::find(files.begin(), files.end(), file) != files.end();
+}
+
+std::optional<int64_t> integer_of(const json& description, const char* key) {
+  const json value = description.value(key, json());
+  return value.is_number_integer() ? std::optional(value.get<int64_t>()) : std::nullopt;
+}
+
+// The id that both begins and ends documents, if there is one.
+std::optional<int64_t> shared_document_id(const json& description) {
+  const json bos = description.value("bos", json());
+  const std::optional<int64_t> eos = integer_of(description, "eos");
+  return eos && bos == json::array({*eos}) ? eos : std::nullopt;
+}
+
+void check_packing(const fs::path& file, const json& description, const DataConfig& data) {
+  const std::optional<int64_t> length = integer_of(description, "sequence_length");
+  std::vector<std::string> wrong, wanted;
+  if (description.contains("chat") && !data.loss_mask) {
+    wrong.emplace_back("data.loss_mask=false");
+    wanted.emplace_back("data.loss_mask=true");
+  }
+  if (description.contains("chat") && data.documents != DocumentMode::kSeparate) {
+    wrong.emplace_back("data.documents=joined");
+    wanted.emplace_back("data.documents=separate");
+  }
+  if (length && *length != data.sequence_length) {
+    wrong.push_back(fmt::format("data.sequence_length={}", data.sequence_length));
+    wanted.push_back(fmt::format("data.sequence_length={}", *length));
+  }
+  if (wrong.empty()) return;
+  throw_bad_input(
+      "{}: has conversations with questions and padding that are not to be learnt, packed for one sequence "
+      "length, as {} says, and {}; set {}",
+      file.string(), description_path(file).string(), fmt::join(wrong, ", "), fmt::join(wanted, ", "));
+}
+
+}  // namespace
+
+fs::path description_path(const fs::path& file) { return file.parent_path() / "data.json"; }
+
+const json* DataDescriptions::of(const fs::path& file, std::string_view split) {
+  const auto [found, is_new] = folders_.try_emplace(file.parent_path());
+  if (is_new) found->second = read_description(description_path(file));
+  const json& description = found->second;
+  if (description.is_null()) return nullptr;
+  const std::string name = file.filename().string();
+  const bool names_it =
+      split.empty() ? std::ranges::any_of(description, [&](const json& each) { return has_file(each, name); })
+                    : has_file(description.value(std::string(split), json()), name);
+  return names_it ? &description : nullptr;
+}
+
+void check_described_type(const fs::path& file, const json& description, TokenType type) {
+  if (description.at("dtype") == name_of(type)) return;
+  throw_bad_input("{}: its ids are {}, as {} says, and would be read as {}; set data.token_dtype, or --dtype",
+                  file.string(), description.at("dtype").get<std::string>(), description_path(file).string(),
+                  name_of(type));
+}
+
+void check_described(const fs::path& file, const json& description, const Config& config) {
+  const DataConfig& data = config.data;
+  check_described_type(file, description, data.token_dtype);
+  const std::optional<int64_t> vocab_size = integer_of(description, "vocab_size");
+  if (vocab_size && *vocab_size > config.model.vocab_size) {
+    throw_bad_input(
+        "{}: its tokenizer has {} ids, as {} says, more than model.vocab_size = {}; set that to {} or more",
+        file.string(), *vocab_size, description_path(file).string(), config.model.vocab_size, *vocab_size);
+  }
+  check_packing(file, description, data);
+  const std::optional<int64_t> shared = shared_document_id(description);
+  if (!shared || !data.document_ids().any() || data.document_ids() == DocumentIds{*shared, *shared}) return;
+  throw_bad_input(
+      "{}: its documents begin and end with id {}, as {} says; set data.document_start={} and "
+      "data.document_end={}",
+      file.string(), *shared, description_path(file).string(), *shared, *shared);
+}
+
+std::string described_tokenizer(const json& description) {
+  const auto text = [&](const char* key) {
+    const auto found = description.find(key);
+    return found != description.end() && found->is_string() ? found->get<std::string>() : "";
+  };
+  const std::string checksum = text("tokenizer_sha256");
+  return checksum.empty() && text("tokenizer") == "bytes" ? "bytes" : checksum;
+}
+
+void for_each_description(const std::vector<std::string>& sources,
+                          const std::function<void(const std::string& file, const json&)>& called) {
+  DataDescriptions descriptions;
+  std::set<fs::path> told;
+  for (const std::string& source : sources) {
+    std::vector<std::string> files;
+    try {
+      files = expand_source(source);
+    } catch (const Error&) {
+    }
+    for (const std::string& file : files) {
+      const fs::path folder = fs::path(file).parent_path();
+      if (told.contains(folder)) continue;
+      const json* description = descriptions.of(file);
+      if (description == nullptr) continue;
+      told.insert(folder);
+      called(file, *description);
+    }
+  }
+}
+
+}  // namespace parka
