@@ -1,4 +1,4 @@
-"""What token files hold and what lies beside them: what is refused, and where documents begin."""
+"""What token files hold and what lies beside them: what is refused, where documents begin, and what is shown."""
 import array
 import gzip
 import io
@@ -6,10 +6,16 @@ import json
 import os
 import random
 import shutil
+import sys
 import unittest
 import zipfile
 
 from parka_runs import SEQUENCE, VOCAB, RunFolder, metrics, parka, tiny_config, write_tokens
+
+try:
+    import tokenizers
+except ImportError:
+    tokenizers = None
 
 IDS = 40 * SEQUENCE
 
@@ -214,6 +220,51 @@ class Documents(DataFolder):
         refused = parka("train", path, "--set", "data.document_start=-1", "--set", "data.document_end=5", "--set", "training.steps=2")
         self.assert_exit(refused, 2)
         self.assertIn("data.document_start", refused.stderr)
+
+
+class Shown(DataFolder):
+    def shown(self, *arguments):
+        result = parka("data", *arguments, env={**os.environ, "PARKA_PYTHON": sys.executable})
+        self.assert_exit(result, 0)
+        return result.stdout
+
+    def test_targets_and_documents_are_shown_in_ids(self):
+        path = self.write("ids/x.npy", array.array("H", [1, 2, 3, 4, 1, 2, 3, 4]).tobytes())
+        self.write("ids/x.npy.mask", bytes([2, 0, 1, 1, 2, 1, 0, 1]))
+        shown = [line.rstrip() for line in self.shown(path, "--show", "1").splitlines()]
+        self.assertEqual(shown, [f"{path}, sequence 0: 8 tokens, 4 targets", "document | 1 2", "target   | 3 4", "document | 1",
+                                 "target   | 2", "         | 3", "target   | 4", ""])
+        shown = self.shown(path, "--show", "1", "--document-start", "3")
+        self.assertIn("document | 3", shown)
+        config = self.config(train=[path, self.path("a.npy")], eval=[], sequence_length=4, documents="separate", document_end=2)
+        os.rename(path + ".mask", path + ".kept")
+        config["training"]["eval_interval"] = 0
+        shown = self.shown(self.write_config(config), "--show", "3")
+        self.assertEqual(shown.count("sequence "), 3)
+        self.assertEqual(shown.count(f"{path}, sequence "), 2)
+        self.assertIn("document | 1 \ntarget   | 2 \ndocument | 3 \ntarget   | 4 \n", shown)
+
+    def test_text_of_bytes_is_shown(self):
+        files = self.describe("made", ["train-00000.npy"], tokenizer="bytes", tokenizer_sha256=None, vocab_size=257, eos=256)
+        self.write("made/train-00000.npy", array.array("H", [*b"caf\xc3\xa9\n\tx", 256, 256]).tobytes())
+        shown = self.shown(files[0], "--show", "1")
+        self.assertIn("         | c\ntarget   | af\u00e9\\n\ntarget   | \\x09x<256>(x 2)\n", shown)
+
+    @unittest.skipIf(tokenizers is None, "tokenizers is missing")
+    def test_text_of_a_tokenizer_is_shown_with_its_special_tokens(self):
+        model = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures", "text", "llama3")
+        tokenizer = tokenizers.Tokenizer.from_file(os.path.join(model, "tokenizer.json"))
+        begin, end = (tokenizer.token_to_id(token) for token in ("<|begin_of_text|>", "<|end_of_text|>"))
+        asked, said = (tokenizer.encode(text, add_special_tokens=False).ids for text in ("The cat\nsat", " on the m\u00e4t"))
+        ids = [begin, *asked, *said, end, end, end]
+        path = self.write("made/x.npy", array.array("H", ids).tobytes())
+        self.write("made/x.npy.mask", bytes([2, *[0] * len(asked), *[1] * (len(said) + 1), 2, 0]))
+        lines = ["document | <|begin_of_text|>The cat\\n", "         | sat", "target   |  on the m\u00e4t<|end_of_text|>",
+                 "document | <|end_of_text|>(x 2)"]
+        given = self.shown(path, "--show", "1", "--tokenizer", model)
+        self.assertEqual(given.splitlines()[1:5], lines)
+        shutil.copytree(model, self.path("made/tokenizer"))
+        self.assertEqual(self.shown(path, "--show", "1"), given)
 
 
 if __name__ == "__main__":

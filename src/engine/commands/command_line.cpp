@@ -411,7 +411,15 @@ void add_data(CLI::App& app, DataOptions& options) {
   command.add_option("--set", options.overrides, "Override a key of the config")
       ->type_name("KEY=VALUE")
       ->allow_extra_args(false);
-  command.add_flag("--json", options.json, "Print one line of JSON for each file");
+  CLI::Option& show = *command.add_option(
+      "--show", options.show, "Print the text of the first N sequences, targets and documents marked, and no more");
+  show.type_name("N")->check(kPositive)->default_str("");
+  command
+      .add_option("--tokenizer", options.tokenizer,
+                  "Folder of the tokenizer for --show (default: data.tokenizer, or the one beside the files)")
+      ->type_name("FOLDER")
+      ->needs(&show);
+  command.add_flag("--json", options.json, "Print one line of JSON for each file")->excludes(&show);
 }
 
 void add_config(CLI::App& app, ConfigOptions& options) {

@@ -143,8 +143,10 @@ int run_tune(const TuneOptions& options);
 struct DataOptions {
   std::vector<std::string> inputs;  // token files or patterns, or one config (*.json)
   std::vector<std::string> overrides;
-  std::string dtype;          // of raw token files: uint16, uint32; empty: uint16
+  std::string dtype;         // of raw token files: uint16, uint32; empty: uint16
   DocumentIds document_ids;  // where none is given index or mask tell
+  int64_t show = 0;          // sequences to print, in place of what is in the files
+  std::string tokenizer;     // folder of it; empty: data.tokenizer, or what lies beside the files
   bool json = false;
 };
 int run_data(const DataOptions& options);

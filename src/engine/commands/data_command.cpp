@@ -1,19 +1,24 @@
+#include <algorithm>
 #include <cstdio>
 #include <optional>
 
 #include <nlohmann/json.hpp>
 
 #include "engine/commands/commands.h"
+#include "engine/commands/data_show.h"
 #include "engine/commands/data_statistics.h"
 #include "engine/config/config_io.h"
+#include "engine/config/data_description.h"
 #include "engine/config/data_sources.h"
 #include "engine/evaluation/evaluation_suite.h"
+#include "engine/text/tokenizer_files.h"
 
 namespace parka {
 namespace {
 
 struct Listed {
   std::vector<std::string> sources;
+  std::optional<Config> config;
   TokenType type = TokenType::kUint16;
   DocumentIds document_ids;
   int64_t vocab_size = kAnyVocabulary;
@@ -51,6 +56,7 @@ Listed list_files(const DataOptions& options) {
   if (listed.sources.empty()) {
     throw_bad_input("{}: data.train, data.eval and evaluation.sets list no files", options.inputs.front());
   }
+  listed.config = config;
   listed.type = config.data.token_dtype;
   listed.document_ids = config.data.document_ids();
   listed.vocab_size = config.model.vocab_size;
@@ -69,11 +75,57 @@ nlohmann::ordered_json to_json(const DataStatistics& s) {
   return line;
 }
 
+// How a file would be trained on by what lies beside it.
+ExampleRules rules_beside(const TokenFile& file, const DocumentIds& ids) {
+  const bool has_mask = file_exists(file.path() + ".mask");
+  ExampleRules rules{.loss_mask = has_mask,
+                     .separate_documents = ids.any() || has_mask || file.has_document_index(),
+                     .document_ids = ids};
+  if (file_exists(ImageReferences::path_of(file.path()))) rules.images = ImageReferences::rules_of(file.path());
+  return rules;
+}
+
+// That for which a file was packed, else the usual one, or what the file has.
+int64_t length_beside(const TokenFile& file) {
+  DataDescriptions descriptions;
+  const nlohmann::json* description = descriptions.of(file.path());
+  const nlohmann::json packed =
+      description == nullptr ? nlohmann::json() : description->value("sequence_length", nlohmann::json());
+  const int64_t length = packed.is_number_integer() ? packed.get<int64_t>() : DataConfig().sequence_length;
+  return std::clamp<int64_t>(file.num_tokens(), 1, std::max<int64_t>(length, 1));
+}
+
+void show_sequences(const DataOptions& options, const Listed& listed) {
+  std::string tokenizer;
+  if (!options.tokenizer.empty()) {
+    tokenizer = open_tokenizer(options.tokenizer, "--tokenizer");
+  } else if (listed.config && !listed.config->data.tokenizer.empty()) {
+    tokenizer = open_tokenizer(listed.config->data.tokenizer, "data.tokenizer");
+  }
+  SequencePrinter printer(options.show, tokenizer);
+  if (listed.config) {
+    printer.print(open_token_files(listed.sources, *listed.config));
+    return;
+  }
+  for (const std::string& source : listed.sources) {
+    for (const std::string& path : expand_source(source)) {
+      if (printer.is_done()) return;
+      const TokenFile file(path, listed.type);
+      printer.print(
+          {{path}, listed.type, length_beside(file), kAnyVocabulary, rules_beside(file, listed.document_ids)});
+    }
+  }
+}
+
 }  // namespace
 
 int run_data(const DataOptions& options) {
   const Listed listed = list_files(options);
   warn_of_tokenizers(listed.sources, {});
+  if (options.show > 0) {
+    show_sequences(options, listed);
+    return 0;
+  }
   int64_t files = 0, tokens = 0;
   for (const std::string& source : listed.sources) {
     for (const std::string& path : expand_source(source)) {

@@ -171,6 +171,18 @@ std::string open_tokenizer(const std::string& path, const std::string& where) {
   return folder.empty() ? "." : folder.string();
 }
 
+std::map<int32_t, std::string> special_tokens(const std::string& folder) {
+  const json outline = read_outline((fs::path(folder) / kTokenizerName).string());
+  std::map<int32_t, std::string> tokens;
+  for (const json& token : outline.value("added_tokens", json::array())) {
+    const json id = token.is_object() ? token.value("id", json()) : json();
+    if (!id.is_number_integer() || token.value("special", json()) != true) continue;
+    const json content = token.value("content", json());
+    if (content.is_string()) tokens.emplace(id.get<int32_t>(), content.get<std::string>());
+  }
+  return tokens;
+}
+
 void check_tokenizer(const Config& config) { named_tokenizer(config); }
 
 void keep_tokenizer(const Config& config) {

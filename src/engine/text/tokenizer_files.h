@@ -1,4 +1,6 @@
 #pragma once
+#include <cstdint>
+#include <map>
 #include <optional>
 #include <string>
 
@@ -32,6 +34,9 @@ void keep_tokenizer(const Config& config);
 
 // Throws what keep_tokenizer() would throw; it writes nothing.
 void check_tokenizer(const Config& config);
+
+// The special tokens of a tokenizer, which are no text, by their ids.
+std::map<int32_t, std::string> special_tokens(const std::string& folder);
 
 // Whether both folders have a tokenizer.json, and these are not the same but for the tokens put around a text.
 bool have_different_tokenizers(const std::string& one, const std::string& other);
