@@ -227,6 +227,14 @@ def is_of_imported_model(tokenizer: str) -> bool:
     return tokenizer != "bytes" and folder.name == "huggingface" and (folder.parent / "config.json").is_file()
 
 
+def keys_of_documents(info: dict) -> dict[str, object]:
+    """Of the config, for documents = separate. Where one token begins and ends documents, only both keys tell which it does."""
+    keys: dict[str, object] = {"documents": "separate"}
+    if info["bos"][:1] == [info["eos"]]:
+        keys["document_start"] = info["eos"]
+    return keys | {"document_end": info["eos"]}
+
+
 def print_summary(info: dict, out: Path, for_imported_model: bool) -> None:
     for split in ("train", "eval"):
         counts = info[split]
@@ -243,6 +251,7 @@ def print_summary(info: dict, out: Path, for_imported_model: bool) -> None:
     if "chat" not in info:
         bos = f"begin with {' '.join(map(str, info['bos']))}, " if info["bos"] else ""
         print(f"documents: {bos}end with {info['eos']}")
+        print(f"to keep them apart, in section data: {json.dumps(keys_of_documents(info))[1:-1]}")
     config_of = "the config of a new model" if for_imported_model else "the config"
     print(f"vocabulary: {info['vocab_size']} ids, in {config_of} {info['padded_vocab_size']}")
     print("config:")

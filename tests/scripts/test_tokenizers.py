@@ -7,6 +7,7 @@ import os
 os.environ["TRANSFORMERS_VERBOSITY"] = "error"  # else it says that PyTorch is missing
 
 import json
+import shutil
 import subprocess
 import sys
 import unittest
@@ -143,6 +144,21 @@ class Specials(Preparation):
         self.refuse("--bos names a token of a tokenizer.json", text, "--bos", "<s>")
         path.with_name("tokenizer_config.json").write_text("{")
         self.refuse("tokenizer_config.json: is not JSON", text, "--tokenizer", path)
+
+    def test_the_keys_that_keep_documents_apart_are_printed(self):
+        one = {"bos_token": "<|endoftext|>", "eos_token": "<|endoftext|>", "add_bos_token": True}
+        lines = self.write("texts.jsonl", "".join(json.dumps({"text": text}) + "\n" for text in TEXTS))
+        for path, both in ((qwen_like(self.folder / "one", **one), True), (llama3_like(self.folder / "two"), False),
+                           (qwen_like(self.folder / "none"), False), ("bytes", False)):
+            with self.subTest(path=path):
+                result = self.call(lines, "--jsonl-field", "text", "--tokenizer", path)
+                self.assertEqual(result.returncode, 0, result.stderr)
+                (line,) = [line for line in result.stdout.splitlines() if '"documents"' in line]
+                keys = json.loads("{" + line[line.index('"documents"') :] + "}")
+                eos = json.loads((self.out / "data.json").read_text())["eos"]
+                start = {"document_start": eos} if both else {}
+                self.assertEqual(keys, {"documents": "separate", **start, "document_end": eos})
+                shutil.rmtree(self.out)
 
     def test_a_folder_stands_for_its_tokenizer(self):
         for name, make in TOKENIZERS.items():
