@@ -76,6 +76,23 @@ bool is_pickle(std::string_view head, int64_t file_bytes) {
          frame < static_cast<uint64_t>(file_bytes);
 }
 
+// With its mark of byte order, behind which ids would be text of a tokenizer of bytes.
+bool is_utf16(std::string_view head) {
+  constexpr size_t kLeast = 16;  // characters
+  if (!head.starts_with("\xff\xfe") || head.size() < 2 * kLeast) return false;
+  for (size_t i = 1; i < kLeast; ++i) {
+    const auto character = value_at<uint16_t>(head, 2 * i);
+    if (character > 0x7e || (character < 0x20 && std::isspace(character) == 0)) return false;
+  }
+  return true;
+}
+
+// A token file's mask has its name with .mask added.
+bool is_mask(const std::string& path) {
+  constexpr std::string_view kEnd = ".mask";
+  return path.ends_with(kEnd) && file_exists(path.substr(0, path.size() - kEnd.size()));
+}
+
 // The magic number of a file of llm.c or 0: its header is 256 numbers, the last half of them 0.
 int32_t llm_c_magic(std::string_view head) {
   constexpr size_t kHeader = 1024;
@@ -90,6 +107,7 @@ int32_t llm_c_magic(std::string_view head) {
 constexpr std::string_view kDecompress = "decompress it, and make token files of it if it is text";
 constexpr std::string_view kPrepare = "make token files of its text with scripts/prepare_data.py";
 constexpr std::string_view kWriteIds = "write the ids in it as raw ids, as numpy's astype() and tofile() do";
+constexpr std::string_view kTokensAlone = "name the token file alone, beside which it lies";
 constexpr std::string_view kNoIds = "list token files; scripts/prepare_data.py makes them";
 
 struct Format {
@@ -116,6 +134,8 @@ Format format_of(std::string_view head, int64_t file_bytes) {
       {"BIN.TOK\n"sv,
        {"is a token file of LLMQ", "write the ids behind its header of 1,024 bytes to a file of their own"}},
       {"MMIDIDX\0\0"sv, {"is an index of Megatron", "name it .idx, as the .bin that it belongs to"}},
+      {"PARKAIMG"sv, {"says where images are in a token file", kTokensAlone}},
+      {"PARKAPIX"sv, {"has pixels of images", kTokensAlone}},
       {"GGUF"sv, {"is a model in GGUF", kNoIds}},
       {"SQLite format 3\0"sv, {"is a database of SQLite", kPrepare}},
       {"%PDF-"sv, {"is PDF", kPrepare}},
@@ -129,6 +149,7 @@ Format format_of(std::string_view head, int64_t file_bytes) {
   if (is_bzip2(head)) return {"is compressed with bzip2", kDecompress};
   if (is_zip(head)) return {"is a ZIP archive, as numpy.savez() and torch.save() write", kWriteIds};
   if (head.size() > 262 && head.substr(257).starts_with("ustar")) return {"is a tar archive", "unpack it"};
+  if (is_utf16(head)) return {"is text in UTF-16", "write it in UTF-8, and make token files of that"};
   if (is_elf(head)) return {"is a program", kNoIds};
   if (is_safetensors(head, file_bytes)) return {"is safetensors", kWriteIds};
   if (is_arrow_stream(head, file_bytes)) return {"is an Arrow stream", kPrepare};
@@ -249,6 +270,7 @@ void check_raw_content(const ReadOnlyFile& file, TokenType type) {
     return std::ranges::all_of(page, [&](char byte) { return byte == page.front(); });
   });
   Format format = format_of(head, file.size());
+  if (format.what.empty() && is_mask(file.path())) format = {"is the mask of a token file", kTokensAlone};
   if (format.what.empty() && !pages.empty() && std::ranges::all_of(pages, is_text_page)) {
     format = format_of_text(head);
   }

@@ -86,6 +86,11 @@ TEST_CASE("files of other formats are refused as what they are", "[data][token_c
       {"\x80\x04\x95\x10\0\0\0\0\0\0\0]"s, "pickle"},
       {"BIN.TOK\n\2\0\0\0\4\0\0\0"s, "LLMQ"},
       {"MMIDIDX\0\0\1"s, "Megatron"},
+      {"PARKAIMG\1\0"s, "images"},
+      {"PARKAPIX\1\0"s, "images"},
+      {"\xff\xfe" +
+           stored_as<uint16_t>({'t', 'e', 'x', 't', ' ', 'o', 'f', ' ', '2', ' ', 'b', 'y', 't', 'e', 's', '\n'}),
+       "UTF-16"},
       {llm_c_file(20240520, 1), ".bin"},
       {llm_c_file(20240801, 7), ".bin"},
       {llm_c_file(20240326, 5), "llm.c"},
@@ -95,6 +100,15 @@ TEST_CASE("files of other formats are refused as what they are", "[data][token_c
   CHECK(refusal(start + kCompressed).find(name) != std::string::npos);
   // An odd number of bytes must not be what is told of it.
   CHECK(refusal(start + kCompressed + "x").find(name) != std::string::npos);
+}
+
+TEST_CASE("the mask of a token file is none", "[data][token_content]") {
+  const TemporaryFolder folder;
+  write_file(folder / "t.npy.mask", std::string(100, '\1') + std::string(100, '\0'));
+  TokenFile(folder / "t.npy.mask", TokenType::kUint16);  // a name tells nothing
+  write_tokens(folder / "t.npy", std::vector<uint16_t>(200, 1));
+  const Error error = error_of([&] { TokenFile(folder / "t.npy.mask", TokenType::kUint16); });
+  CHECK((error.code() == ExitCode::kBadInput && contains(error, "mask")));
 }
 
 TEST_CASE("ids that begin as a magic number does are ids", "[data][token_content]") {
