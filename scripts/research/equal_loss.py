@@ -51,7 +51,8 @@ require("numpy")
 import numpy as np  # noqa: E402
 
 from compare import Run, block_length, differences, interval, last_mean, limit, print_rows  # noqa: E402
-from run_metrics import EVALUATIONS, HeldOut, check_targets, fail, median, metrics_path, read_records, run_main, runs_by_seed, save_picture, smooth_curve, warn  # noqa: E402
+from paired_losses import EVALUATIONS, HeldOut, check_targets, runs_by_seed  # noqa: E402
+from run_metrics import fail, median, metrics_path, read_records, run_main, save_picture, smooth_curve, warn  # noqa: E402
 
 # The 97.5 % quantile of Student's t with so many degrees of freedom; with more that of the last is a little too wide.
 STUDENT = dict(enumerate((12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262), 1))

@@ -12,9 +12,10 @@ import sys
 from pathlib import Path
 
 from measured_runs import ScriptParser, run_main
+from paired_losses import EVALUATIONS, HeldOut, check_targets
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from run_metrics import EVALUATIONS, HeldOut, check_targets, fail  # noqa: E402
+from run_metrics import fail  # noqa: E402
 
 
 def add_held_out(rows, out):

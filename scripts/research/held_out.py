@@ -25,7 +25,8 @@ import numpy as np  # noqa: E402
 
 from compare import print_rows  # noqa: E402
 from equal_loss import draw_band, figure, student_interval  # noqa: E402
-from run_metrics import fail, metrics_path, read_records, run_main, runs_by_seed, save_picture  # noqa: E402
+from paired_losses import runs_by_seed  # noqa: E402
+from run_metrics import fail, metrics_path, read_records, run_main, save_picture  # noqa: E402
 
 
 def read_curve(name, run):
