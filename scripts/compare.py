@@ -17,7 +17,7 @@ Curves are means over centred windows of --smooth steps; differences are drawn w
 With --json it prints one line for each run but the first: its name, the first's name, the mean difference in nats, its
 standard error and interval (null of too few steps), the run's own mean loss, and the range of the axis they are averaged over.
 
-Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
+Exit codes: 0 done, 1 a defect of the script, 2 something is wrong with the input or the options, 4 writing failed.
 """
 import argparse
 import json

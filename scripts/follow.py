@@ -26,7 +26,7 @@ Medians of an even number of blocks are the upper of the two in the middle. Numb
 train/applied is 0 where a step was skipped. TensorBoard has numbers in fp32: those that are too large for it (beyond 3.4e38) are
 infinite there.
 
-Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
+Exit codes: 0 done, 1 a defect of the script, 2 something is wrong with the input or the options, 4 writing failed.
 """
 import argparse
 import os

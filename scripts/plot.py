@@ -17,7 +17,7 @@ became 0, likewise; the exponent k of each optimizer moment over the steps, as t
 quartiles of each; and how far the score gradients of each block's attention are from adding up to zero. Medians of an even
 number of values are the upper of the two in the middle.
 
-Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
+Exit codes: 0 done, 1 a defect of the script, 2 something is wrong with the input or the options, 4 writing failed.
 """
 import argparse
 import functools

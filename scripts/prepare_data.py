@@ -32,7 +32,7 @@ that were not finished (small files count as one up to 4 MiB). Remove .NAME.part
 Identical documents are kept once, and whether a document is held out depends on its content alone: neither another
 order, other names nor more data move it between train and eval. --workers changes nothing in the files.
 
-Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
+Exit codes: 0 done, 1 a defect of the script, 2 something is wrong with the input or the options, 4 writing failed.
 """
 
 from __future__ import annotations

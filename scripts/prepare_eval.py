@@ -17,7 +17,7 @@ OUT.pixels. Those of text_choice are {"context": TEXT, "choices": [TEXT, ...], "
 white space that it begins with (scripts/research/make_questions.py makes them). --out appears whole or not at all; an existing
 file is replaced, and a device or a pipe is written into.
 
-Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
+Exit codes: 0 done, 1 a defect of the script, 2 something is wrong with the input or the options, 4 writing failed.
 """
 
 from __future__ import annotations

@@ -24,7 +24,7 @@ The folder appears whole or not at all. If a run is stopped, the same command co
 folder .NAME.partial beside it. A picture or a sample that cannot be used ends the run with its name, or is left out and
 counted with --skip-bad. Identical conversations about the same images are kept once.
 
-Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
+Exit codes: 0 done, 1 a defect of the script, 2 something is wrong with the input or the options, 4 writing failed.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from typing import Callable
 from text_data.common import InputError, one_line, printable
 
 DEFECT, BAD_INPUT, NOT_WRITTEN = 1, 2, 4
+MOST_CHARACTERS = 1600  # of an error
 
 
 def run_script(run: Callable[[list[str]], None], print_line: Callable[[str], None]) -> int:
@@ -38,7 +39,7 @@ def exit_code(run: Callable[[list[str]], None], print_line: Callable[[str], None
         tell(print_line, str(error))
         return BAD_INPUT
     except MemoryError as error:
-        tell(print_line, f"memory ran out ({one_line(error) or 'no more is said'}); use fewer --workers, smaller records or another machine")
+        tell(print_line, f"memory ran out ({one_line(error)}); use fewer --workers, smaller records or another machine")
         return BAD_INPUT
     except SystemExit as error:
         return error.code if isinstance(error.code, int) else 0 if error.code is None else BAD_INPUT
@@ -55,8 +56,11 @@ def exit_code(run: Callable[[list[str]], None], print_line: Callable[[str], None
 
 
 def tell(print_line: Callable[[str], None], text: str) -> None:
+    line = printable(text)
+    if len(line) > MOST_CHARACTERS:  # of a name, in the midst of what is said of it
+        line = f"{line[:MOST_CHARACTERS // 2]} ... {line[-MOST_CHARACTERS // 2:]}"
     with contextlib.suppress(OSError):
-        print_line(f"error: {printable(text)}")
+        print_line(f"error: {line}")
 
 
 def open_missing_streams() -> None:

@@ -24,7 +24,8 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from text_data.common import InputError, one_line  # noqa: E402
+from text_data.common import InputError, one_line, telling_failures  # noqa: E402
+from text_data.formats import refuse_pointer  # noqa: E402
 from text_data.helper_process import advice_to_user, run, serve  # noqa: E402
 from text_data.special_tokens import bos_of, read_object, special_tokens_of, tokenizer_config  # noqa: E402
 
@@ -44,10 +45,9 @@ def load_tokenizer(path: Path):
         )
     if not path.is_file():
         raise InputError(f"{path}: no such file; put the model's tokenizer.json there")
-    try:
+    refuse_pointer(path)
+    with telling_failures(f"{path}: is not a tokenizer.json", "replace it with the model's"):
         tokenizer = Tokenizer.from_file(str(path))
-    except Exception as error:  # the library raises plain Exception
-        raise InputError(f"{path}: is not a tokenizer.json ({one_line(error)}); replace it with the model's")
     # A tokenizer.json may carry the settings of whoever saved it.
     tokenizer.no_truncation()
     tokenizer.no_padding()

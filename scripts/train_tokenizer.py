@@ -9,7 +9,7 @@ the text have their share: of many short ones some are taken whole, of few long 
 splits them; no text is unknown, because every byte is a token. The last id, <|endoftext|>, ends documents. Equal text gives an
 equal file.
 
-Exit codes: 0 done, 2 something is wrong with the input or the options, 4 writing failed.
+Exit codes: 0 done, 1 a defect of the script, 2 something is wrong with the input or the options, 4 writing failed.
 """
 
 from __future__ import annotations

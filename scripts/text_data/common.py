@@ -39,7 +39,7 @@ class Parser(argparse.ArgumentParser):
 
 def one_line(error: BaseException) -> str:
     """What a library says, which may quote the bytes of a file and be long."""
-    text = printable(" ".join(str(error).split()))
+    text = printable(" ".join(str(error).split())) or type(error).__name__
     return text if len(text) <= MOST_QUOTED else f"{text[:MOST_QUOTED]}..."
 
 
@@ -47,6 +47,19 @@ def printable(text: object) -> str:
     """In one line that a terminal takes no commands from: control characters, as names of files may have, are spelled out."""
     line = " ".join(str(text).splitlines())
     return re.sub(r"[\0-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda found: f"\\x{ord(found[0]):02x}", line)
+
+
+@contextlib.contextmanager
+def telling_failures(what: str, advice: str) -> Iterator[None]:
+    """Of a library that has no class of its own for its errors, and whose panics are no Exception, as those of Rust."""
+    try:
+        yield
+    except InputError:
+        raise
+    except BaseException as error:
+        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+            raise
+        raise InputError(f"{what} ({one_line(error)}); {advice}")
 
 
 def real_path(path: Path) -> Path:

@@ -7,7 +7,7 @@ import os
 import sys
 from typing import Callable
 
-from text_data.common import InputError
+from text_data.common import InputError, telling_failures
 
 
 def advice_to_user(packages: str) -> str:
@@ -26,17 +26,21 @@ def send(answer: dict) -> None:
 def serve(make_helper: Callable, first_answer: Callable[..., dict]) -> int:
     """Answers each request with helper.answer(request), after a first answer that comes unasked. InputError becomes
     {"error": TEXT}, and ends it with 2 if it comes from make_helper(). Otherwise it ends with its input."""
+    files = "the files of a tokenizer or a processor cannot be used"
     try:
-        helper = make_helper()
+        with telling_failures(files, "fix or replace them"):
+            helper = make_helper()
     except InputError as error:
         send({"error": str(error)})
         return 2
     send(first_answer(helper))
     for line in sys.stdin.buffer:
         try:
-            send(helper.answer(json.loads(line)))
+            with telling_failures(files, "fix or replace them"):
+                answer = helper.answer(json.loads(line))
         except InputError as error:
-            send({"error": str(error)})
+            answer = {"error": str(error)}
+        send(answer)
     return 0
 
 

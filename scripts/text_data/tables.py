@@ -60,6 +60,9 @@ def table_rows(pyarrow, file: BinaryIO, kind: str, fields: list[str], path: Path
     before = 0
     for piece, first, last in placed:
         piece = piece.select([name for name in fields if name in schema.names])
+        if kind == "arrow":
+            for column in piece.columns:
+                validate(pyarrow, column)
         done = 0
         for rows in few_rows(pyarrow, piece, f"{path}, row ", before):
             for row, is_utf8 in values_of(pyarrow, rows):
@@ -103,6 +106,35 @@ def few_rows(pyarrow, piece, place: str, before: int) -> Iterator:
         total += size
     if start < len(piece):
         yield piece.slice(start)
+
+
+def validate(pyarrow, array) -> None:
+    """Raises pyarrow.ArrowInvalid where a damaged table leads out of its memory: pyarrow reads what a file says unchecked. Texts
+    need not be UTF-8, and are checked as bytes."""
+    array = array.storage if isinstance(array, pyarrow.ExtensionArray) else array
+    array.view(as_bytes(pyarrow, array.type)).validate(full=True)
+
+
+def as_bytes(pyarrow, kind):
+    """The type with bytes in the place of texts."""
+    types = pyarrow.types
+    for is_of_it, other in ((types.is_string, pyarrow.binary()), (types.is_large_string, pyarrow.large_binary()),
+                            (types.is_string_view, pyarrow.binary_view())):
+        if is_of_it(kind):
+            return other
+    if types.is_dictionary(kind):
+        return pyarrow.dictionary(kind.index_type, as_bytes(pyarrow, kind.value_type), kind.ordered)
+    if types.is_struct(kind):
+        return pyarrow.struct([field.with_type(as_bytes(pyarrow, field.type)) for field in kind.fields])
+    if types.is_map(kind):
+        return pyarrow.map_(as_bytes(pyarrow, kind.key_type), as_bytes(pyarrow, kind.item_type), kind.keys_sorted)
+    for is_of_it, make in ((types.is_list, pyarrow.list_), (types.is_large_list, pyarrow.large_list), (types.is_list_view, pyarrow.list_view),
+                           (types.is_large_list_view, pyarrow.large_list_view)):
+        if is_of_it(kind):
+            return make(kind.value_field.with_type(as_bytes(pyarrow, kind.value_type)))
+    if types.is_fixed_size_list(kind):
+        return pyarrow.list_(kind.value_field.with_type(as_bytes(pyarrow, kind.value_type)), kind.list_size)
+    return kind
 
 
 def bytes_of_rows(pyarrow, array):

@@ -12,7 +12,7 @@ import numpy as np
 
 from python_packages import advice
 
-from .common import InputError, hub_advice, one_line, refuse_address
+from .common import InputError, hub_advice, refuse_address, telling_failures
 from .formats import refuse_pointer
 from .special_tokens import bos_of, put_around, special_tokens_of, tokenizer_config, tokens_named
 
@@ -50,19 +50,6 @@ class ByteTokenizer:
                 mask[len(text[:first].encode()) : len(text[:last].encode())] = True
             result.append((ids, mask))
         return result
-
-
-@contextlib.contextmanager
-def telling_failures(what: str, advice: str) -> Iterator[None]:
-    """The library has no class of its own for its errors, and its panics are no Exception."""
-    try:
-        yield
-    except InputError:
-        raise
-    except BaseException as error:
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
-            raise
-        raise InputError(f"{what} ({one_line(error)}); {advice}")
 
 
 class JsonTokenizer:

@@ -16,7 +16,7 @@ import unittest
 import zipfile
 
 try:
-    import numpy  # noqa: F401
+    import numpy
     import pyarrow.parquet
 except ImportError:
     print("skipped: numpy or pyarrow is missing")
@@ -241,6 +241,22 @@ class Names(Tables):
             result = subprocess.run(command, capture_output=True, text=True, timeout=60)
             self.assertEqual(result.returncode, 2)
             self.assertRegex(result.stderr, r"\Aprepare_eval: error: [^\n]*a.jsonl, line 1: [^\n]* several times[^\n]*\n\Z")
+
+
+class Damaged(Tables):
+    def test_an_arrow_table_that_leads_out_of_its_memory(self):
+        """pyarrow would read there, and end without a word."""
+        message = {"role": "user", "content": "?"}
+        for column, name, offsets in (([17 * "a", 23 * "b"], "text", [0, 17, 40]), ([[message] * 5, [message] * 7], "messages", [0, 5, 12]),
+                                      (pyarrow.array([17 * "a", 23 * "b"] * 9).dictionary_encode(), "text", [0, 17, 40])):
+            options = FIELD if name == "text" else ["--chat", "chatml", "--sequence-length", "64"]
+            for path in self.write_tables(pyarrow.table({name: column}))[1:]:
+                whole, known = path.read_bytes(), numpy.array(offsets, "<i4").tobytes()
+                self.assertIn(known, whole)
+                for bad in ([0, 2**30, 2**30], [0, -5, offsets[2]], [0, offsets[2], offsets[1]]):
+                    with self.subTest(path=path.name, name=name, bad=bad):
+                        path.write_bytes(whole.replace(known, numpy.array(bad, "<i4").tobytes()))
+                        self.refuse(f"{path.name}: cannot be read as an Arrow table", path, *options)
 
 
 class Nulls(Tables):

@@ -215,6 +215,21 @@ class ProcessTest(TokenizerFolder):
         result = self.run_helper([], self.folder)
         self.assertEqual((result.returncode, result.stderr), (2, ""))
         self.assertIn("tokenizer.json: no such file", json.loads(result.stdout)["error"])
+        (self.folder / "tokenizer.json").write_text("version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 1\n")
+        self.assertIn("tokenizer.json: is a Git LFS pointer", json.loads(self.run_helper([], self.folder).stdout)["error"])
+
+    def test_a_panic_of_the_library_is_an_error(self):
+        special = [{"SpecialToken": {"id": "[X]", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}]
+        words = json.loads(Tokenizer(models.WordLevel({"a": 0, "bbb": 1}, unk_token="a")).to_str())
+        for changes, code in (  # at the start, and at a request
+            ({"post_processor": {"type": "TemplateProcessing", "single": special, "pair": special, "special_tokens": {}}}, 2),
+            ({"decoder": {"type": "Strip", "content": "b", "start": 1, "stop": 2**40}}, 0),
+        ):
+            (self.folder / "tokenizer.json").write_text(json.dumps(words | changes))
+            result = self.run_helper([{"begin": [1]}], self.folder)
+            self.assertEqual(result.returncode, code)
+            self.assertNotIn("most recent call", result.stderr)
+            self.assertIn("error", json.loads(result.stdout.splitlines()[-1]))
 
 
 if __name__ == "__main__":
