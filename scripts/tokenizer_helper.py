@@ -121,6 +121,7 @@ class Chat:
     def _find_template(folder: Path) -> tuple[Path, str]:
         path = folder / "chat_template.jinja"
         if path.is_file():
+            refuse_pointer(path)
             return path, path.read_text(encoding="utf-8")
         path = folder / "tokenizer_config.json"
         found = read_object(path).get("chat_template")

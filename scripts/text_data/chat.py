@@ -21,6 +21,7 @@ from python_packages import advice
 
 from .common import InputError, hub_advice, one_line
 from .conversations import TRAIN, in_one_form
+from .formats import refuse_no_content
 from .special_tokens import special_tokens_of, tokenizer_config
 from .tokenizer import ByteTokenizer, Span
 
@@ -61,6 +62,7 @@ def import_renderer():
 
 def template_texts(path: Path) -> dict[str, str]:
     """The templates in a file by name: a .jinja file has one, "default"; a tokenizer_config.json has one or a list."""
+    refuse_no_content(path)
     try:
         if path.suffix == ".jinja":
             return {"default": path.read_text(encoding="utf-8")}
@@ -70,7 +72,7 @@ def template_texts(path: Path) -> dict[str, str]:
         advice = hub_advice(name, "--include '*.json' '*.jinja'", "--chat ") if "/" in name else ""
         give_another = f"give {', '.join(MARKERS)}, a file or a folder"
         raise InputError(f"--chat {path}: cannot be read ({error.strerror}); {advice or give_another}")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"--chat {path}: is not JSON ({one_line(error)}); give a .jinja or a tokenizer_config.json")
     found = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(found, str):

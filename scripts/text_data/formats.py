@@ -101,6 +101,12 @@ def refuse_pointer(path: Path) -> None:
         raise InputError(f"{path}: {told(kind)}")
 
 
+def refuse_no_content(path: Path) -> None:
+    """Of a small file that is read as a whole, if there is one."""
+    refuse_irregular(path)
+    refuse_pointer(path)
+
+
 def refuse_archive(path: Path) -> None:
     """Raises an InputError for a file that holds text in a form that is not read, once the file is asked for by its name."""
     try:

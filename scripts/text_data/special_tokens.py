@@ -6,6 +6,7 @@ import json
 from pathlib import Path
 
 from .common import InputError, one_line
+from .formats import refuse_no_content
 
 
 def tokenizer_config(folder: Path) -> dict:
@@ -16,13 +17,14 @@ def tokenizer_config(folder: Path) -> dict:
 
 def read_object(path: Path) -> dict:
     """The object in a JSON file, empty where there is no such file."""
+    refuse_no_content(path)
     try:
         value = json.loads(path.read_bytes())
     except FileNotFoundError:
         return {}
     except OSError as error:
         raise InputError(f"{path}: cannot be read ({error.strerror}); fix it or move it away")
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InputError(f"{path}: is not JSON ({one_line(error)}); fix it or move it away")
     return value if isinstance(value, dict) else {}
 
