@@ -233,6 +233,20 @@ class AtTheStart(RunFolders):
         self.assertIn("nothing to do", result.stderr)
         self.assertEqual(self.read("run/metrics.jsonl"), before)
 
+    def test_streams_that_are_closed_become_no_file_of_the_run(self):
+        """The next file that is opened would take the number of such a stream, and the log would go there."""
+        self.config["checkpoint"]["interval"] = 100
+        written = None
+        for closed in ("", "2>&-", "2>&- >&-", "2>&- >&- <&-"):
+            with self.subTest(closed):
+                shutil.rmtree(self.path("run"), ignore_errors=True)
+                command = ["sh", "-c", f'exec "$0" "$@" {closed}', PROGRAM, "--threads", "1", "train", self.write_config(self.config)]
+                self.assertEqual(subprocess.run(command, stderr=subprocess.DEVNULL, timeout=300).returncode, 0)
+                self.assertEqual(self.read("run/lock"), "")
+                found = [(line["kind"], line.get("loss")) for line in map(json.loads, self.read("run/metrics.jsonl").splitlines())]
+                written = written or found
+                self.assertEqual(found, written)
+
     def test_a_file_system_without_locks_is_told_of(self):
         result = self.train(self.config, env=faulty_files("flock:*/run/lock:ENOLCK:1:0"))
         self.assert_exit(result, 0)

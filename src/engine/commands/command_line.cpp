@@ -574,6 +574,7 @@ std::string one_line(std::string text) {
 int run_command_line(int argc, char** argv) {
   // A write beyond `ulimit -f` shall fail like one on a full disk, with a message, not end the process.
   std::signal(SIGXFSZ, SIG_IGN);
+  occupy_standard_streams();
   raise_open_file_limit();
   log_to_stderr(true);
   try {
