@@ -116,6 +116,35 @@ TEST_CASE("Slurm's variables start ranks, over MPI only where Slurm has prepared
   CHECK(launched_with(slurm, /*has_mpi=*/false).over == LaunchedAs::Over::kTcp);
 }
 
+TEST_CASE("A batch job of more than the run takes is told of", "[launch]") {
+  using Environment = std::map<std::string, std::string>;
+  const auto idle = [](Environment environment, int ranks) {
+    environment["SLURM_JOB_ID"] = "7";
+    return idle_in_job(
+        [&](const char* name) {
+          const auto found = environment.find(name);
+          return found == environment.end() ? nullptr : found->second.c_str();
+        },
+        ranks);
+  };
+  const Environment eight = {{"SLURM_NTASKS", "8"}, {"SLURM_PROCID", "0"}, {"SLURM_JOB_NUM_NODES", "1"}};
+  CHECK(idle(eight, 1).find("SLURM_NTASKS") != std::string::npos);
+  CHECK(idle(eight, 4).find("SLURM_NTASKS") != std::string::npos);
+  CHECK(idle(eight, 8).empty());
+  CHECK(idle({{"SLURM_NPROCS", "2"}}, 1).find("SLURM_NPROCS") != std::string::npos);
+  CHECK(idle({{"SLURM_JOB_NUM_NODES", "2"}}, 8).find("SLURM_JOB_NUM_NODES") != std::string::npos);
+  CHECK(idle({{"SLURM_NNODES", "2"}, {"SLURM_NTASKS", "1"}}, 1).find("SLURM_NNODES") != std::string::npos);
+  CHECK(idle({{"SLURM_NTASKS", "1"}, {"SLURM_NNODES", "1"}}, 1).empty());
+  CHECK(idle({}, 1).empty());
+  // srun -n 1 within the job.
+  CHECK(idle({{"SLURM_STEP_NUM_TASKS", "1"}, {"SLURM_NTASKS", "8"}, {"SLURM_JOB_NUM_NODES", "2"}}, 1).empty());
+
+  CHECK(idle_gpus(1, 8).find("--gpus 8") != std::string::npos);
+  CHECK(idle_gpus(1, 1).empty());
+  CHECK(idle_gpus(1, 0).empty());
+  CHECK(idle_gpus(8, 8).empty());
+}
+
 TEST_CASE("The first host of a list of Slurm's", "[launch]") {
   CHECK(first_host("node1") == "node1");
   CHECK(first_host("node1,node[2-3]") == "node1");

@@ -173,7 +173,12 @@ int run_rank(const LaunchOptions& options, const LaunchedAs& launched, const Loc
 }
 
 int run_launched(const LaunchOptions& options, const std::function<int(Launch&)>& body) {
-  const LaunchedAs launched = launched_as([](const char* name) { return std::getenv(name); }, built_with_mpi());
+  const auto variable = [](const char* name) -> const char* { return std::getenv(name); };
+  const LaunchedAs launched = launched_as(variable, built_with_mpi());
+  if (launched.over == LaunchedAs::Over::kNone) {
+    const std::string idle = idle_in_job(variable, options.local_ranks);
+    if (!idle.empty()) log_warning("{}", idle);
+  }
   if (options.local_ranks == 1) return run_rank(options, launched, {}, body);
   if (launched.over == LaunchedAs::Over::kMpi) {
     fail_alone(launched.rank,

@@ -141,6 +141,33 @@ LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, 
   return launched.size == 1 ? LaunchedAs{} : launched;
 }
 
+std::string idle_in_job(const std::function<const char*(const char*)>& variable, int ranks) {
+  if (variable("SLURM_STEP_NUM_TASKS") != nullptr) return "";  // srun has started just this
+  constexpr const char* kAdvice = "start the run with srun --mpi=none, or on one host with --gpus or --ranks";
+  // Of each pair one name is older.
+  for (const char* name : {"SLURM_NTASKS", "SLURM_NPROCS"}) {
+    const int tasks = number_in(variable(name), 0);
+    if (tasks > ranks) {
+      return fmt::format("the Slurm job has {} tasks ({}), and this run {} rank{}: {}", tasks, name, ranks,
+                         ranks == 1 ? "" : "s", kAdvice);
+    }
+  }
+  for (const char* name : {"SLURM_JOB_NUM_NODES", "SLURM_NNODES"}) {
+    const int hosts = number_in(variable(name), 0);
+    if (hosts > 1) {
+      return fmt::format("the Slurm job has {} hosts ({}), and this run is on one of them: {}", hosts, name,
+                         kAdvice);
+    }
+  }
+  return "";
+}
+
+std::string idle_gpus(int ranks, int num_visible) {
+  if (ranks > 1 || num_visible < 2) return "";
+  return fmt::format("this run uses 1 of {} visible GPUs: --gpus {} starts a rank on each", num_visible,
+                     num_visible);
+}
+
 void check_same_text(const std::string& what, const std::vector<std::string>& texts,
                      const std::vector<std::string>& hosts, const std::string& remedy) {
   for (size_t r = 1; r < texts.size(); ++r) {

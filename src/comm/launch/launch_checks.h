@@ -24,6 +24,12 @@ struct LaunchedAs {
 // Throws Error(kBadInput) if the variables contradict each other.
 LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, bool has_mpi);
 
+// What a run of `ranks` ranks, which no launcher has started, leaves idle of its batch job, and what to do; empty:
+// nothing.
+std::string idle_in_job(const std::function<const char*(const char*)>& variable, int ranks);
+// The same of the GPUs that its only rank sees.
+std::string idle_gpus(int ranks, int num_visible);
+
 // The first host of a list such as Slurm's "gpu[003-010,12],login1".
 std::string first_host(const std::string& list);
 

@@ -9,6 +9,7 @@
 #include <unistd.h>
 
 #include "comm/launch/launch.h"
+#include "comm/launch/launch_checks.h"
 #include "core/log/log.h"
 #include "core/parallel.h"
 #include "engine/commands/commands.h"
@@ -588,6 +589,8 @@ int run_train(const TrainOptions& options) {
     if (!lock) lock.emplace(config.checkpoint.folder, RunLock::Role::kWitness, warn);
     catch_stop_signals();
     const int gpu = launch.agree_on_gpu(wants_gpu(config, options.started));
+    const std::string idle = idle_gpus(launch.size(), gpu < 0 ? 0 : num_cuda_devices());
+    if (!idle.empty()) log_info("{}", idle);
     std::unique_ptr<Device> device = make_untuned_device(config, std::max(0, gpu));
     check_memory(config, GivenConfig::read(options.config_path, options.overrides), *device, launch.size());
     DecidedGemms gemms;
