@@ -6,12 +6,15 @@
 
 #include <mpi.h>
 
+#include "comm/launch/start_wait.h"
 #include "core/error.h"
 
 namespace parka {
 namespace {
 
 constexpr int kTag = 1;
+constexpr const char* kHint =
+    "a rank hangs or is stopped, is another command than parka train, or its host or network is down";
 
 void check(int status, const char* what) {
   if (status == MPI_SUCCESS) return;
@@ -59,11 +62,19 @@ class MpiTransport final : public Transport {
     return largest;
   }
   void barrier() override { check(MPI_Barrier(MPI_COMM_WORLD), "barrier"); }
+  void limit_waits(const WaitTimes* times) override {
+    limit_.reset();
+    if (times != nullptr) {
+      limit_ = std::make_unique<WaitLimit>(fmt::format("rank {} waits for the other ranks to agree", rank_), kHint,
+                                           *times);
+    }
+  }
   void finish() override { check(MPI_Finalize(), "MPI_Finalize"); }
 
  private:
   int rank_ = 0, size_ = 1;
   std::vector<MPI_Request> requests_;
+  std::unique_ptr<WaitLimit> limit_;
 };
 
 std::vector<std::string> MpiTransport::gather_text(const std::string& text) {
@@ -101,7 +112,8 @@ std::string mpi_library() {
   return library;
 }
 
-std::unique_ptr<Transport> join_over_mpi() {
+std::unique_ptr<Transport> join_over_mpi(int rank, const WaitTimes& times) {
+  const WaitLimit limit(fmt::format("rank {} waits in MPI_Init for the other ranks", rank), kHint, times);
   int provided = 0;
   check(MPI_Init_thread(nullptr, nullptr, MPI_THREAD_FUNNELED, &provided), "MPI_Init");
   // MPI returns error codes, from which check() makes one line that names the collective.

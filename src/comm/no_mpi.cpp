@@ -6,6 +6,8 @@ namespace parka {
 
 bool built_with_mpi() { return false; }
 std::string mpi_library() { return {}; }
-std::unique_ptr<Transport> join_over_mpi() { throw_internal("join_over_mpi: built without MPI"); }
+std::unique_ptr<Transport> join_over_mpi(int, const WaitTimes&) {
+  throw_internal("join_over_mpi: built without MPI");
+}
 
 }  // namespace parka

@@ -4,6 +4,7 @@
 #include <vector>
 
 namespace parka {
+struct WaitTimes;
 
 // What ranks exchange between their hosts: messages from one rank to another, and agreement of all. Only one thread
 // may use it. If another rank cannot be reached, its functions throw Error(kRankLost).
@@ -32,6 +33,9 @@ class Transport {
   // The largest value of any rank.
   virtual double max(double value) = 0;
   virtual void barrier() = 0;
+  // From now on a rank that keeps the others waiting for longer is lost, and nullptr: none is. Over MPI, whose
+  // calls do not come back, the time is that until the limit is lifted, and the process ends.
+  virtual void limit_waits(const WaitTimes* times) = 0;
   // Leaves the other ranks; the last call.
   virtual void finish() = 0;
 };

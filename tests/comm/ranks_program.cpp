@@ -1,6 +1,6 @@
 // What tests/comm/ranks.py starts, in one of these ways, with --ranks=N where it shall start its ranks itself:
 //   ranks_program collectives [cuda]    checks every collective; 77 where there are fewer GPUs than ranks
-//   ranks_program alone                 joins the others and ends
+//   ranks_program alone                 joins the others and ends; with stopped=RANK that rank stops itself before
 //   ranks_program chatter               logs long lines on all ranks at once
 //   ranks_program drill KEY=VALUE...    takes steps with collectives until something goes wrong
 #include <array>
@@ -15,6 +15,7 @@
 #include <string>
 #include <thread>
 
+#include <pthread.h>
 #include <unistd.h>
 
 #include "comm/launch/launch.h"
@@ -491,6 +492,12 @@ int chatter(Launch& launch) {
   return 0;
 }
 
+// Of the ranks that this process starts itself, in their order.
+int stopped_rank = -1, num_started = 0;
+void stop_if_chosen() {
+  if (num_started == stopped_rank) std::raise(SIGSTOP);
+}
+
 int run(int argc, char** argv) {
   const std::string mode = argc > 1 ? argv[1] : "";
   Options options;
@@ -503,12 +510,20 @@ int run(int argc, char** argv) {
   const char* rank = std::getenv("OMPI_COMM_WORLD_RANK");
   if (rank == nullptr) rank = std::getenv("RANK");
   launch_options.local_ranks = static_cast<int>(number_of(options, "--ranks", 1));
-  launch_options.meeting_seconds = number_of(options, "meeting_seconds", launch_options.meeting_seconds);
+  StartTimes& start = launch_options.start;
+  start.meeting = number_of(options, "meeting_seconds", start.meeting);
+  start.agreement = number_of(options, "agreement_seconds", start.agreement);
+  start.notice = number_of(options, "notice_seconds", start.notice);
   launch_options.version = text_of(options, std::string("version") + (rank ? rank : ""), "1.0");
   WatchdogTimes& times = launch_options.watchdog;
   times.beat = number_of(options, "beat", times.beat);
   times.silence = number_of(options, "silence", times.silence);
   times.stall = number_of(options, "stall_seconds", times.stall);
+  if (options.contains("stopped")) {
+    if (rank != nullptr && options["stopped"] == rank) std::raise(SIGSTOP);
+    stopped_rank = std::stoi(options["stopped"]);
+    if (launch_options.local_ranks > 1) ::pthread_atfork(nullptr, [] { ++num_started; }, stop_if_chosen);
+  }
   return run_launched(launch_options, [&](Launch& launch) {
     if (mode == "collectives") return check_collectives(launch, options.contains("cuda"));
     if (mode == "drill") return drill(launch, options);

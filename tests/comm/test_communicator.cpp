@@ -52,8 +52,8 @@ TEST_CASE("Only fp32 and bf16 are reduced, and sizes must agree", "[communicator
 }
 
 TEST_CASE("Line sockets carry whole lines and notice the end", "[watchdog]") {
-  const Listener listener;
-  const std::unique_ptr<LineSocket> a = connect_to("127.0.0.1", listener.port(), 5);
+  const Listener listener(Reach::kNetwork);
+  const std::unique_ptr<LineSocket> a = connect_to("127.0.0.1", listener.port(), 5).socket;
   REQUIRE(a);
   wait_readable({listener.fd()}, 5);
   const std::unique_ptr<LineSocket> b = listener.accept();
@@ -83,15 +83,15 @@ TEST_CASE("Line sockets carry whole lines and notice the end", "[watchdog]") {
   // A port that nobody listens on.
   int port = 0;
   {
-    const Listener closing;
+    const Listener closing(Reach::kThisHost);
     port = closing.port();
   }
-  CHECK_FALSE(connect_to("127.0.0.1", port, 1));
-  CHECK_FALSE(connect_to("not an address", port, 1));
-  CHECK_FALSE(why_unknown("not an address").empty());
-  CHECK(why_unknown("127.0.0.1").empty());
-  CHECK(why_unknown("localhost").empty());
-  CHECK(connect_to("localhost", listener.port(), 5));
+  using Failure = Connection::Failure;
+  CHECK(connect_to("127.0.0.1", port, 1).failure == Failure::kRefused);
+  const Connection unknown = connect_to("not an address", port, 1);
+  CHECK(unknown.failure == Failure::kUnknownName);
+  CHECK_FALSE(unknown.problem.empty());
+  CHECK(connect_to("localhost", listener.port(), 5).socket);
 }
 
 TEST_CASE("Where no thread can be made the watchdog says so, and no failure is told to it", "[watchdog]") {
@@ -100,7 +100,7 @@ TEST_CASE("Where no thread can be made the watchdog says so, and no failure is t
   std::string message;
   try {
     const test::NoThreads no_threads;
-    watchdog.start(*ranks, "node1", 0, {});
+    watchdog.start(*ranks, "node1", 0, Reach::kThisHost, {});
   } catch (const Error& error) {
     CHECK(error.code() == ExitCode::kBadInput);
     message = error.what();

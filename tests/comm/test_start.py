@@ -1,11 +1,15 @@
 #!/usr/bin/env python3
 """How ranks find each other, and what they say when they do not fit together. Exits with 77 (skipped) without
 mpirun."""
+import glob
 import os
+import re
+import signal
 import socket
 import subprocess
 import time
 import unittest
+from threading import Thread
 
 from ranks import PROGRAM, RanksTest, Run, starters
 
@@ -21,6 +25,40 @@ def free_port():
     with socket.socket() as listener:
         listener.bind(("", 0))
         return listener.getsockname()[1]
+
+
+def children_of(pid):
+    try:
+        with open(f"/proc/{pid}/task/{pid}/children", encoding="ascii") as file:
+            return file.read().split()
+    except OSError:
+        return []  # it has ended
+
+
+def listened_on(pids):
+    """Where these processes listen: "loopback", "network"."""
+    inodes, found = set(), set()
+    for pid in pids:
+        for entry in glob.glob(f"/proc/{pid}/fd/*"):
+            try:
+                inodes.update(re.findall(r"^socket:\[(\d+)\]$", os.readlink(entry)))
+            except OSError:
+                pass  # closed meanwhile
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        with open(table, encoding="ascii") as file:
+            for words in map(str.split, file.readlines()[1:]):
+                if words[3] == "0A" and words[9] in inodes:
+                    found.add("loopback" if words[1].startswith(("0100007F:", "0" * 24 + "01000000:")) else "network")
+    return found
+
+
+def greet_nobody(listener):
+    """Accepts connections and closes them, until the listener is closed."""
+    while True:
+        try:
+            listener.accept()[0].close()
+        except OSError:
+            return
 
 
 def connected(port):
@@ -81,6 +119,129 @@ class StartTest(RanksTest):
                                     env=alone(RANK=str(rank), **meeting))
             self.assertEqual(result.returncode, 2, result.stderr)
             self.assertRegex(result.stderr, message)
+
+    def test_a_start_says_for_whom_it_waits(self):
+        """Soon, once, where and for how long."""
+        meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
+        refusing = {**meeting, "RANK": "2", "MASTER_PORT": str(free_port())}
+        with socket.create_server(("localhost", 0)) as closing, socket.create_server(("localhost", 0)) as silent:
+            Thread(target=greet_nobody, args=(closing,), daemon=True).start()
+            cases = {"missing ranks": ({**refusing, "RANK": "0", "MASTER_PORT": str(free_port())}, r"port {}\b.* 1 2:"),
+                     "a name": ({**refusing, "MASTER_ADDR": "no host"}, r"rank 0 at no host, "),
+                     "a port that refuses": (refusing, r"rank 0 at localhost, TCP port {} .*refused"),
+                     "a port that something else answers": ({**refusing, "MASTER_PORT": str(closing.getsockname()[1])},
+                                                            r"rank 0 at localhost, TCP port {} \(.*answers"),
+                     "a port where nobody speaks": ({**refusing, "MASTER_PORT": str(silent.getsockname()[1])},
+                                                    r"rank 0 at localhost, TCP port {} \(.*answers")}
+            waiting = {case: subprocess.Popen([PROGRAM, "alone", "meeting_seconds=2", "notice_seconds=0.3"], stderr=subprocess.PIPE,
+                                              text=True, env=alone(**variables)) for case, (variables, _) in cases.items()}
+            for case, process in waiting.items():
+                with self.subTest(case):
+                    _, errors = process.communicate(timeout=60)
+                    said, error = errors.splitlines()
+                    variables, pattern = cases[case]
+                    self.assertRegex(said, f"^rank {variables['RANK']} waits .*" + pattern.format(variables["MASTER_PORT"]))
+                    self.assertRegex(said, " 2 s$")
+                    self.assertTrue(error.startswith("error: "), errors)
+                    self.assertEqual(process.returncode, 2)
+
+    def test_a_rank_that_hangs_once_it_has_come(self):
+        """The others end, and name it: there is no watchdog yet."""
+        port = free_port()
+        with subprocess.Popen([PROGRAM, "alone", "agreement_seconds=1", "notice_seconds=0.3"], stderr=subprocess.PIPE, text=True,
+                              env=alone(RANK="0", WORLD_SIZE="2", MASTER_ADDR="localhost", MASTER_PORT=str(port))) as rank, \
+                connected(port) as hanging:
+            hanging.sendall(b"parka///2 1\n")
+            _, errors = rank.communicate(timeout=60)
+        said, error = errors.splitlines()
+        self.assertRegex(said, r"^rank 0 waits for word from rank 1 at \S+: .* 1 s$")
+        self.assertRegex(error, r"^error: rank 1 at \S+ has said nothing for 1 s ")
+        self.assertEqual(rank.returncode, 5)
+
+    def test_rank_0_that_hangs_once_others_have_come(self):
+        with socket.create_server(("localhost", 0)) as rank_0:
+            meeting = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(rank_0.getsockname()[1])}
+            with subprocess.Popen([PROGRAM, "alone", "meeting_seconds=0.5", "agreement_seconds=0.5", "notice_seconds=0.3"],
+                                  stderr=subprocess.PIPE, text=True, env=alone(**meeting)) as rank:
+                connection, _ = rank_0.accept()
+                connection.recv(100)
+                connection.sendall(b"welcome\n")
+                _, errors = rank.communicate(timeout=60)
+        self.assertRegex(errors.splitlines()[-1], r"^error: rank 0 at \S+ has said nothing for 1 s ")
+        self.assertEqual(rank.returncode, 5)
+
+    @unittest.skipUnless(starters.STARTER == "mpirun", "is about MPI")
+    def test_mpi_init_that_does_not_come_back(self):
+        """A rank is another command, or hangs before it is there, or after."""
+        ours = [PROGRAM, "alone", "meeting_seconds=3", "agreement_seconds=3", "notice_seconds=0.5"]
+        mpirun = starters.command(1, [])
+        for case, command in {"another command": [*mpirun, *ours, ":", "-np", "1", "true"],
+                              "rank 1 is stopped": starters.command(2, [*ours, "stopped=1"]),
+                              "rank 0 is stopped": starters.command(2, [*ours, "stopped=0"])}.items():
+            with self.subTest(case):
+                result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=starters.environment())
+                speaker = 1 if case.startswith("rank 0") else 0
+                self.assertEqual(result.returncode, 5, result.stderr)
+                self.assertRegex(result.stderr, rf"(?m)^rank {speaker} waits in MPI_Init for the other ranks: .* 3 s$")
+                self.assertRegex(result.stderr, rf"(?m)^rank {speaker} waits in MPI_Init .* it ends with exit code 5$")
+
+    def test_a_second_process_of_a_rank(self):
+        """It is refused by name, and the run goes on without it. One whose process has ended may come again."""
+        port = free_port()
+        meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+
+        def start(rank):
+            process = subprocess.Popen([PROGRAM, "alone"], stderr=subprocess.PIPE, text=True, env=alone(RANK=str(rank), **meeting))
+            self.addCleanup(process.kill)
+            return process
+
+        ranks = [start(0)]
+        for _ in range(2):
+            with connected(port) as first:
+                first.sendall(b"parka///3 1\n")
+                self.assertEqual(first.recv(100), b"welcome\n")
+                second = start(1)
+                _, errors = second.communicate(timeout=60)
+                self.assertRegex(errors, "^error: rank 0 has .* another rank 1: ")
+                self.assertEqual(second.returncode, 2)
+        ranks += [start(1), start(2)]
+        for rank, process in enumerate(ranks):
+            _, errors = process.communicate(timeout=60)
+            self.assertEqual(process.returncode, 0, errors)
+            self.assertEqual("a second process came as rank 1" in errors, rank == 0, errors)
+
+    def test_ranks_of_one_process_listen_on_this_host_alone(self):
+        """And nobody listens any more once all are there, nor do ranks that have come over a network."""
+        run = subprocess.Popen([PROGRAM, "alone", "--ranks=2", "stopped=1"], stderr=subprocess.DEVNULL, env=alone())
+        self.addCleanup(run.wait)
+        self.addCleanup(run.kill)
+        while not (found := listened_on([run.pid, *children_of(run.pid)])):
+            self.assertIsNone(run.poll())
+        self.assertEqual(found, {"loopback"})
+        self.assertEqual(run.wait(60), 0)
+        meeting = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+        for started in ({}, {**meeting, "WORLD_SIZE": "2"}):
+            runs = [subprocess.Popen([PROGRAM, "drill", "--ranks=2"], stderr=subprocess.PIPE, text=True, env=alone(**started))]
+            if started:
+                runs.append(subprocess.Popen([PROGRAM, "drill", "--ranks=2"], stderr=subprocess.PIPE, text=True,
+                                             env=alone(**{**started, "RANK": "1"})))
+            for process in runs:
+                self.addCleanup(process.kill)
+            ready = [process.stderr.readline().split() for process in runs for _ in range(2)]
+            self.assertEqual([words[0] for words in ready], ["ready"] * len(ready))
+            self.assertEqual(listened_on([int(words[2]) for words in ready]), set())
+            for process in runs:
+                process.kill()
+                process.communicate()
+
+    def test_too_few_descriptors_for_the_others(self):
+        """Nobody waits for connections that cannot be made."""
+        for limit in (4, 5):
+            with self.subTest(limit):
+                result = subprocess.run(["sh", "-c", f'ulimit -n {limit}; exec "$0" "$@"', PROGRAM, "alone", "--ranks=3"],
+                                        capture_output=True, text=True, timeout=30, env=alone())
+                self.assertEqual(result.returncode, 2, result.stderr)
+                self.assertIn("ulimit -Hn", result.stderr)
 
     def test_an_address_that_nobody_knows(self):
         meeting = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no host", "MASTER_PORT": "29500"}

@@ -34,7 +34,10 @@ std::string host_name() {
   throw_bad_input("{}", message);
 }
 
-std::unique_ptr<Transport> join_mpi(const LaunchedAs& launched) {
+// Of many ranks that wait two speak: if one of them is the one that hangs, the other does.
+WaitTimes wait_times(int rank, double limit, double notice) { return {limit, rank < 2 ? notice : limit}; }
+
+std::unique_ptr<Transport> join_mpi(const LaunchedAs& launched, const StartTimes& times) {
   if (!built_with_mpi()) {
     fail_alone(
         launched.rank,
@@ -43,7 +46,8 @@ std::unique_ptr<Transport> join_mpi(const LaunchedAs& launched) {
                     "run scripts/setup.sh and build again",
                     launched.variable, launched.size));
   }
-  std::unique_ptr<Transport> transport = join_over_mpi();
+  std::unique_ptr<Transport> transport =
+      join_over_mpi(launched.rank, wait_times(launched.rank, times.meeting, times.notice));
   if (launched.size > 1 && transport->size() != launched.size) {
     fail_alone(
         launched.rank,
@@ -55,7 +59,7 @@ std::unique_ptr<Transport> join_mpi(const LaunchedAs& launched) {
 }
 
 // Every process of the launcher has become as many ranks as `local` says.
-std::unique_ptr<Transport> meet(const LaunchedAs& launched, const LocalRank& local, double seconds) {
+std::unique_ptr<Transport> meet(const LaunchedAs& launched, LocalRank local, const StartTimes& times) {
   const int rank = launched.rank * local.size + local.rank, size = launched.size * local.size;
   MeetingPlace place;
   if (launched.over == LaunchedAs::Over::kTcp) {
@@ -63,12 +67,14 @@ std::unique_ptr<Transport> meet(const LaunchedAs& launched, const LocalRank& loc
     place.port = launched.port;
     place.token = fmt::format("{}/{}", launched.token, size);
   } else {
-    place.addresses = {"127.0.0.1", "::1"};
+    place.reach = Reach::kThisHost;
+    place.addresses = loopback_addresses();
     place.port = local.port;
     place.token = local.token;
-    place.listener = local.listener;
+    place.listener = std::move(local.listener);
   }
-  return join_over_tcp(place, rank, size, seconds);
+  // Ranks of one process have the same trouble: one speaks.
+  return join_over_tcp(place, rank, size, {times.meeting, local.rank == 0 ? times.notice : times.meeting});
 }
 
 // mpirun and srun do; torchrun and Kubernetes look at the code of each process.
@@ -78,13 +84,13 @@ bool kills_all_at_once(const LaunchedAs& launched) {
 
 }  // namespace
 
-Launch::Launch(const LaunchOptions& options, const LaunchedAs& launched, const LocalRank& local)
-    : hosts_{host_name()} {
+Launch::Launch(const LaunchOptions& options, const LaunchedAs& launched, LocalRank local) : hosts_{host_name()} {
   one_code_for_all_ = kills_all_at_once(launched);
   if (launched.over == LaunchedAs::Over::kMpi) {
-    transport_ = join_mpi(launched);
+    transport_ = join_mpi(launched, options.start);
   } else if (launched.size * local.size > 1) {
-    transport_ = meet(launched, local, options.meeting_seconds);
+    if (launched.over == LaunchedAs::Over::kNone) reach_ = Reach::kThisHost;
+    transport_ = meet(launched, std::move(local), options.start);
   } else {
     agreement_ = make_single_communicator();
     return;
@@ -95,13 +101,19 @@ Launch::Launch(const LaunchOptions& options, const LaunchedAs& launched, const L
 }
 
 void Launch::join(const LaunchOptions& options) {
+  const StartTimes& times = options.start;
+  // Rank 0 has met all others; another rank may have met rank 0 long before.
+  const double limit = times.agreement + (rank_ == 0 ? 0 : times.meeting);
+  const WaitTimes wait = wait_times(rank_, limit, times.notice);
+  transport_->limit_waits(&wait);
   hosts_ = agreement_->gather_text(host_name());
   host_keys_ = agreement_->gather_text(host_key());
   const auto own = host_keys_.begin() + rank_;
   host_leader_ = static_cast<int>(std::find(host_keys_.begin(), own, *own) - host_keys_.begin());
   local_rank_ = static_cast<int>(std::count(host_keys_.begin(), own, *own));
   require_same("the version of parka", options.version, "install the same on all hosts");
-  watchdog_.start(*agreement_, host(), host_leader_, options.watchdog);
+  watchdog_.start(*agreement_, host(), host_leader_, reach_, options.watchdog);
+  transport_->limit_waits(nullptr);
 }
 
 void Launch::require_same(const std::string& what, const std::string& text, const std::string& remedy) {
@@ -156,9 +168,9 @@ int Launch::fail(ExitCode code, const std::string& message) {
   return static_cast<int>(verdict.code);
 }
 
-int run_rank(const LaunchOptions& options, const LaunchedAs& launched, const LocalRank& local,
+int run_rank(const LaunchOptions& options, const LaunchedAs& launched, LocalRank local,
              const std::function<int(Launch&)>& body) {
-  Launch launch(options, launched, local);
+  Launch launch(options, launched, std::move(local));
   if (launch.size() == 1) return launch.finish(body(launch));
   try {
     launch.join(options);
@@ -188,7 +200,7 @@ int run_launched(const LaunchOptions& options, const std::function<int(Launch&)>
                            options.local_ranks, launched.variable, launched.size));
   }
   return run_local_ranks(options.local_ranks,
-                         [&](const LocalRank& local) { return run_rank(options, launched, local, body); });
+                         [&](LocalRank local) { return run_rank(options, launched, std::move(local), body); });
 }
 
 }  // namespace parka

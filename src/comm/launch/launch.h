@@ -5,6 +5,8 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "comm/launch/line_socket.h"
+#include "comm/launch/start_wait.h"
 #include "comm/launch/watchdog.h"
 #include "comm/transport.h"
 
@@ -15,8 +17,8 @@ struct LocalRank;
 struct LaunchOptions {
   std::string version;  // of Parka: must be the same on all ranks
   WatchdogTimes watchdog;
-  int local_ranks = 1;           // that each process becomes, on its host
-  double meeting_seconds = 300;  // without MPI: until all ranks must be there
+  int local_ranks = 1;  // that each process becomes, on its host
+  StartTimes start = {};
 };
 
 // The ranks of a run, and this process among them. mpirun has started them, or srun, or run_launched() itself, or
@@ -42,10 +44,10 @@ class Launch {
   std::unique_ptr<Communicator> make_communicator(Device& device);
 
  private:
-  friend int run_rank(const LaunchOptions& options, const LaunchedAs& launched, const LocalRank& local,
+  friend int run_rank(const LaunchOptions& options, const LaunchedAs& launched, LocalRank local,
                       const std::function<int(Launch&)>& body);
   // Finds the other ranks.
-  Launch(const LaunchOptions& options, const LaunchedAs& launched, const LocalRank& local);
+  Launch(const LaunchOptions& options, const LaunchedAs& launched, LocalRank local);
 
   void join(const LaunchOptions& options);
   int finish(int exit_code);
@@ -53,6 +55,7 @@ class Launch {
 
   int rank_ = 0, size_ = 1, local_rank_ = 0, host_leader_ = 0;
   bool one_code_for_all_ = false;       // the launcher kills the other ranks when one ends with another code than 0
+  Reach reach_ = Reach::kNetwork;       // of the ports of ranks
   std::vector<std::string> hosts_;      // their names, by rank
   std::vector<std::string> host_keys_;  // equal on one host, and there alone: hosts may have one name
   Watchdog watchdog_;

@@ -28,18 +28,50 @@ constexpr size_t kLongestLine = size_t{1} << 20;
 
 bool would_block() { return errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR; }
 
-// Binds `fd` and listens; false if the address family or the port is not available.
-bool listen_on(int fd, const sockaddr* address, socklen_t length) {
+bool lacks_resources() { return errno == EMFILE || errno == ENFILE || errno == ENOBUFS || errno == ENOMEM; }
+
+[[noreturn]] void throw_no_connection() {
+  throw_bad_input("no connection to another rank can be had: {}; raise the limit of open files (ulimit -Hn)",
+                  std::strerror(errno));
+}
+
+// A socket that listens there; -1 if the address family or the port is not available.
+template <typename Address>
+int listen_on(const Address& address) {
+  const auto* const generic = reinterpret_cast<const sockaddr*>(&address);
+  const int fd = ::socket(generic->sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (fd < 0) return -1;
   // A port is free again as soon as nobody listens on it, though connections of an earlier run may linger there.
-  const int on = 1;
-  if (fd >= 0) ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  return fd >= 0 && ::bind(fd, address, length) == 0 && ::listen(fd, SOMAXCONN) == 0;
+  const int on = 1, off = 0;
+  ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  if (generic->sa_family == AF_INET6) ::setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));  // IPv4 too
+  if (::bind(fd, generic, sizeof(address)) == 0 && ::listen(fd, SOMAXCONN) == 0) return fd;
+  const int reason = errno;
+  ::close(fd);
+  errno = reason;
+  return -1;
+}
+
+int listen_over_ipv4(in_addr_t from, int port) {
+  sockaddr_in address{};
+  address.sin_family = AF_INET;
+  address.sin_port = htons(static_cast<uint16_t>(port));
+  address.sin_addr.s_addr = htonl(from);
+  return listen_on(address);
+}
+
+int listen_over_ipv6(const in6_addr& from, int port) {
+  sockaddr_in6 address{};
+  address.sin6_family = AF_INET6;
+  address.sin6_port = htons(static_cast<uint16_t>(port));
+  address.sin6_addr = from;
+  return listen_on(address);
 }
 
 // What a name or numeric address stands for, or why it stands for nothing.
 struct Addresses {
   std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> first = {nullptr, ::freeaddrinfo};
-  std::string error;
+  std::string error;  // empty: none
 };
 
 Addresses resolve(const std::string& address, int port) {
@@ -56,19 +88,24 @@ Addresses resolve(const std::string& address, int port) {
   return all;
 }
 
-// nullptr if that fails or takes longer than `seconds`.
-std::unique_ptr<LineSocket> connect_to(const addrinfo& address, double seconds) {
+Connection connect_to(const addrinfo& address, double seconds) {
   const int fd = ::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (fd >= 0 && (::connect(fd, address.ai_addr, address.ai_addrlen) == 0 || errno == EINPROGRESS)) {
-    pollfd writable{fd, POLLOUT, 0};
-    ::poll(&writable, 1, static_cast<int>(1000 * seconds));
-    int failure = 0;
-    socklen_t length = sizeof(failure);
-    ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &failure, &length);
-    if ((writable.revents & POLLOUT) != 0 && failure == 0) return std::make_unique<LineSocket>(fd);
+  if (fd < 0 && lacks_resources()) throw_no_connection();
+  int failure = errno;
+  if (fd >= 0) {
+    failure = ::connect(fd, address.ai_addr, address.ai_addrlen) == 0 ? 0 : errno;
+    if (failure == EINPROGRESS) {
+      pollfd writable{fd, POLLOUT, 0};
+      ::poll(&writable, 1, static_cast<int>(1000 * seconds));
+      socklen_t length = sizeof(failure);
+      ::getsockopt(fd, SOL_SOCKET, SO_ERROR, &failure, &length);
+      if (failure == 0 && (writable.revents & POLLOUT) == 0) failure = ETIMEDOUT;
+    }
+    if (failure == 0) return {std::make_unique<LineSocket>(fd), Connection::Failure::kNone, ""};
+    ::close(fd);
   }
-  if (fd >= 0) ::close(fd);
-  return nullptr;
+  using Failure = Connection::Failure;
+  return {nullptr, failure == ECONNREFUSED ? Failure::kRefused : Failure::kOther, std::strerror(failure)};
 }
 
 }  // namespace
@@ -132,28 +169,24 @@ std::vector<std::string> LineSocket::receive() {
   return lines;
 }
 
-Listener::Listener(int port) {
-  sockaddr_in6 any6{};
-  any6.sin6_family = AF_INET6;
-  any6.sin6_port = htons(static_cast<uint16_t>(port));
-  any6.sin6_addr = in6addr_any;
-  sockaddr_in any4{};
-  any4.sin_family = AF_INET;
-  any4.sin_port = any6.sin6_port;
-  any4.sin_addr.s_addr = htonl(INADDR_ANY);
+bool LineSocket::has_ended() const {
+  char next = 0;
+  const ssize_t count = ::recv(fd_, &next, 1, MSG_PEEK | MSG_DONTWAIT);
+  return count == 0 || (count < 0 && !would_block());
+}
 
-  fd_ = ::socket(AF_INET6, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  const int off = 0;  // IPv4 too
-  if (fd_ >= 0) ::setsockopt(fd_, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));
-  if (!listen_on(fd_, reinterpret_cast<const sockaddr*>(&any6), sizeof(any6))) {  // a host without IPv6
-    if (fd_ >= 0) ::close(fd_);
-    fd_ = ::socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-    if (!listen_on(fd_, reinterpret_cast<const sockaddr*>(&any4), sizeof(any4))) {
-      const int reason = errno;
-      if (fd_ >= 0) ::close(fd_);
-      throw_bad_input("cannot listen on {}: {}", port == 0 ? "any TCP port" : fmt::format("TCP port {}", port),
-                      std::strerror(reason));
-    }
+Listener::Listener(Reach reach, int port) {
+  // Where there is no IPv6, as in many containers, or no IPv4, the other one does.
+  if (reach == Reach::kNetwork) {
+    fd_ = listen_over_ipv6(in6addr_any, port);
+    if (fd_ < 0) fd_ = listen_over_ipv4(INADDR_ANY, port);
+  } else {
+    fd_ = listen_over_ipv4(INADDR_LOOPBACK, port);
+    if (fd_ < 0) fd_ = listen_over_ipv6(in6addr_loopback, port);
+  }
+  if (fd_ < 0) {
+    throw_bad_input("cannot listen on {}: {}", port == 0 ? "any TCP port" : fmt::format("TCP port {}", port),
+                    std::strerror(errno));
   }
   sockaddr_in6 bound{};  // the port is at the same place for both families
   socklen_t length = sizeof(bound);
@@ -167,7 +200,18 @@ Listener::~Listener() {
 
 std::unique_ptr<LineSocket> Listener::accept() const {
   const int fd = ::accept4(fd_, nullptr, nullptr, SOCK_CLOEXEC);
+  if (fd < 0 && lacks_resources()) throw_no_connection();
   return fd < 0 ? nullptr : std::make_unique<LineSocket>(fd);
+}
+
+std::string peer_of(int fd) {
+  sockaddr_storage address{};
+  socklen_t length = sizeof(address);
+  std::array<char, NI_MAXHOST> text{};
+  const bool known = ::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
+                     ::getnameinfo(reinterpret_cast<sockaddr*>(&address), length, text.data(), text.size(), nullptr,
+                                   0, NI_NUMERICHOST) == 0;
+  return known ? text.data() : "an unknown address";
 }
 
 std::vector<std::string> own_addresses() {
@@ -192,16 +236,14 @@ std::vector<std::string> own_addresses() {
   return addresses;
 }
 
-std::unique_ptr<LineSocket> connect_to(const std::string& address, int port, double seconds) {
-  std::unique_ptr<LineSocket> socket;
+Connection connect_to(const std::string& address, int port, double seconds) {
   const Addresses all = resolve(address, port);
-  for (const addrinfo* i = all.first.get(); i != nullptr && !socket; i = i->ai_next) {
-    socket = connect_to(*i, seconds);
+  Connection last{nullptr, Connection::Failure::kUnknownName, all.error};
+  for (const addrinfo* i = all.first.get(); i != nullptr && !last.socket; i = i->ai_next) {
+    last = connect_to(*i, seconds);
   }
-  return socket;
+  return last;
 }
-
-std::string why_unknown(const std::string& address) { return resolve(address, 0).error; }
 
 void wait_readable(const std::vector<int>& descriptors, double seconds) {
   std::vector<pollfd> polled;

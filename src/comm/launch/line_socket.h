@@ -24,6 +24,8 @@ class LineSocket {
   void flush();
   // The complete lines that have arrived, including those sent before the other side closed.
   std::vector<std::string> receive();
+  // Whether the other side has closed after all that was received. Takes nothing out of the connection.
+  bool has_ended() const;
   // Closes the sending direction; receive() still works.
   void end_sending();
   void close();
@@ -35,32 +37,46 @@ class LineSocket {
   std::string incoming_, outgoing_;
 };
 
-// Waits for connections on a port of all interfaces.
+// From where a port can be reached.
+enum class Reach {
+  kThisHost,  // by the loopback alone
+  kNetwork,   // by all interfaces
+};
+
+// Waits for connections on a port.
 class Listener {
  public:
   // 0: a free port. Throws Error(kBadInput) if the port cannot be had.
-  explicit Listener(int port = 0);
+  explicit Listener(Reach reach, int port = 0);
   ~Listener();
   Listener(const Listener&) = delete;
   Listener& operator=(const Listener&) = delete;
 
   int fd() const { return fd_; }
   int port() const { return port_; }
-  // The next waiting connection, or nullptr.
+  // The next waiting connection, or nullptr. Throws Error(kBadInput) if this process can have no more of them.
   std::unique_ptr<LineSocket> accept() const;
 
  private:
   int fd_ = -1, port_ = 0;
 };
 
+// The numeric address of the other side of a connection; "an unknown address" where there is none.
+std::string peer_of(int fd);
+
 // The numeric addresses of all network interfaces of this host except the loopback.
 std::vector<std::string> own_addresses();
 
-// Connects to a host by its name or numeric address; nullptr if that fails or takes longer than `seconds` for each
-// address of the name.
-std::unique_ptr<LineSocket> connect_to(const std::string& address, int port, double seconds);
-// Why that name or address cannot be resolved; empty if it can be.
-std::string why_unknown(const std::string& address);
+// What came of an attempt to connect.
+struct Connection {
+  enum class Failure { kNone, kUnknownName, kRefused, kOther };
+  std::unique_ptr<LineSocket> socket;  // nullptr if it failed
+  Failure failure = Failure::kNone;
+  std::string problem;  // why it failed
+};
+// Connects to a host by its name or numeric address, within `seconds` for each address of the name. Throws
+// Error(kBadInput) if this process can have no connection at all.
+Connection connect_to(const std::string& address, int port, double seconds);
 
 // Returns when one of the descriptors is readable, at the latest after `seconds`. Ignores negative descriptors.
 void wait_readable(const std::vector<int>& descriptors, double seconds);

@@ -8,6 +8,7 @@
 #include <cstdio>
 #include <cstring>
 #include <optional>
+#include <utility>
 #include <vector>
 
 #include <sys/prctl.h>
@@ -36,7 +37,11 @@ class RankParent {
   int wait_for_all() {
     while (collect() > 0) {
       const int signal = next_signal();
-      if (signal > 0 && signal != SIGCHLD) tell_all(signal);
+      if (signal == SIGTSTP) {
+        pause();
+      } else if (signal > 0 && signal != SIGCHLD) {
+        tell_all(signal);
+      }
       if (kill_at_ && seconds_now() >= *kill_at_) kill_the_rest();
     }
     return exit_code();
@@ -90,6 +95,18 @@ class RankParent {
     }
   }
 
+  // The ranks do not see a terminal's Ctrl-Z. This process stops too, where something can continue it again.
+  void pause() const {
+    tell_all(SIGSTOP);
+    sigset_t stop;
+    sigemptyset(&stop);
+    sigaddset(&stop, SIGTSTP);
+    ::raise(SIGTSTP);
+    ::sigprocmask(SIG_UNBLOCK, &stop, nullptr);
+    ::sigprocmask(SIG_BLOCK, &stop, nullptr);
+    tell_all(SIGCONT);
+  }
+
   int exit_code() const {
     // Ranks that end because another one did have kRankLost, or had to be killed.
     int code = 0;
@@ -111,9 +128,17 @@ class RankParent {
   std::optional<double> kill_at_;
 };
 
-// In a process group of its own a rank gets a terminal's Ctrl-C once: from its parent.
+bool is_ignored(int signal) {
+  struct sigaction action {};
+  return ::sigaction(signal, nullptr, &action) == 0 && action.sa_handler == SIG_IGN;
+}
+
+// In a process group of its own a rank gets a terminal's Ctrl-C once: from its parent. For the terminal it is in
+// the background, and may write and read there all the same (`stty tostop`).
 void become_rank(pid_t parent, const sigset_t& mask) {
   ::setpgid(0, 0);
+  std::signal(SIGTTOU, SIG_IGN);
+  std::signal(SIGTTIN, SIG_IGN);
   ::prctl(PR_SET_PDEATHSIG, SIGKILL);
   if (::getppid() != parent) std::_Exit(128 + SIGKILL);  // it has died meanwhile
   ::sigprocmask(SIG_SETMASK, &mask, nullptr);
@@ -121,14 +146,18 @@ void become_rank(pid_t parent, const sigset_t& mask) {
 
 }  // namespace
 
-int run_local_ranks(int size, const std::function<int(const LocalRank&)>& body) {
-  LocalRank local{
-      .rank = 0, .size = size, .token = random_token(), .port = 0, .listener = std::make_shared<Listener>()};
+int run_local_ranks(int size, const std::function<int(LocalRank)>& body) {
+  LocalRank local{.rank = 0,
+                  .size = size,
+                  .token = random_token(),
+                  .port = 0,
+                  .listener = std::make_shared<Listener>(Reach::kThisHost)};
   local.port = local.listener->port();
   sigset_t signals, before;
   sigemptyset(&signals);
   for (const int signal : kForwarded) sigaddset(&signals, signal);
   sigaddset(&signals, SIGCHLD);
+  if (!is_ignored(SIGTSTP)) sigaddset(&signals, SIGTSTP);
   std::signal(SIGCHLD, SIG_DFL);  // where it is ignored, nobody can wait for a process
   ::sigprocmask(SIG_BLOCK, &signals, &before);
   std::fflush(nullptr);  // or every rank would print it once more
@@ -147,7 +176,7 @@ int run_local_ranks(int size, const std::function<int(const LocalRank&)>& body) 
     if (pid == 0) {
       become_rank(self, before);
       if (local.rank != 0) local.listener.reset();
-      return body(local);
+      return body(std::move(local));
     }
     ranks.push_back(pid);
   }

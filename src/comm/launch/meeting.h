@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "comm/launch/line_socket.h"
+#include "comm/launch/start_wait.h"
 
 // How ranks find each other over TCP: one listens, the others connect to it and say who they are. Until then a
 // connection may be anybody's.
@@ -16,17 +17,34 @@ std::string random_token();
 // same name.
 std::string host_key();
 
-// Waits for the connections of ranks `first` to `size` - 1, which begin with "TOKEN RANK", and welcomes them.
-// Element r is the connection of rank r; null for those that have not come within `seconds`.
+// Waits for the connections of ranks `first` to `size` - 1 to rank `first` - 1, which is this one. They begin with
+// "TOKEN RANK", and are welcomed. A second process of a rank that is there is sent away, and both say so. Element r
+// is the connection of rank r; null for those that have not come within the limit.
 std::vector<std::unique_ptr<LineSocket>> accept_ranks(const Listener& listener, const std::string& token, int first,
-                                                      int size, double seconds);
+                                                      int size, const WaitTimes& times);
 
-// The connection of rank `rank` to the one that listens at one of `addresses`, and has welcomed it; nullptr if it
-// cannot be reached within `seconds`.
-std::unique_ptr<LineSocket> connect_to_rank(const std::vector<std::string>& addresses, int port,
-                                            const std::string& token, int rank, double seconds);
+// Where a rank listens for others.
+struct RankAddress {
+  int rank = 0;
+  std::vector<std::string> addresses;  // of its host: names or numbers
+  int port = 0;
+  std::string token;     // what it wants to hear, see accept_ranks()
+  bool is_open = false;  // it listens already: where nobody does it has ended
+};
+
+// The connection of rank `rank` to one that has welcomed it. Without a socket: why there was none within the limit.
+// Throws Error(kBadInput) if another process is that rank.
+Connection connect_to_rank(const RankAddress& to, int rank, const WaitTimes& times);
+
+// "1 2 3", of the ranks that have no connection; of many the first ones.
+std::string missing_ranks(const std::vector<std::unique_ptr<LineSocket>>& ranks, int first);
+
+// Of this host, for ranks on it.
+std::vector<std::string> loopback_addresses();
+// By which ranks elsewhere reach a port that can be reached from there: "a b c".
+std::string addresses_of(Reach reach);
 
 // "a b c"
-std::string join(const std::vector<std::string>& words);
+std::string join(const std::vector<std::string>& words, const char* between = " ");
 
 }  // namespace parka

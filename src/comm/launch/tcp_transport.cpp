@@ -5,6 +5,7 @@
 #include <cstring>
 #include <deque>
 #include <numeric>
+#include <optional>
 #include <sstream>
 #include <utility>
 
@@ -18,14 +19,15 @@
 namespace parka {
 namespace {
 
-constexpr double kLinkSeconds = 60;  // for a rank to connect to another, once both run
+constexpr int kRoundMilliseconds = static_cast<int>(1000 * WaitNotice::kRound);
+constexpr WaitTimes kLinkTimes{.limit = 60};  // for a rank to connect to another, once both run
 
 // Agreement goes through rank 0, with which every rank is connected. Ranks other than 0 are connected with each
 // other once connect_all() is called.
 class TcpTransport final : public Transport {
  public:
   // `connections[r]` is the one with rank r; on ranks other than 0 there is only that with rank 0.
-  TcpTransport(int rank, std::vector<std::unique_ptr<LineSocket>> connections);
+  TcpTransport(int rank, Reach reach, std::vector<std::unique_ptr<LineSocket>> connections);
   ~TcpTransport() override;
   TcpTransport(const TcpTransport&) = delete;
   TcpTransport& operator=(const TcpTransport&) = delete;
@@ -46,6 +48,9 @@ class TcpTransport final : public Transport {
   std::vector<std::string> gather_text(const std::string& text) override;
   double max(double value) override;
   void barrier() override { max(0); }
+  void limit_waits(const WaitTimes* times) override {
+    times_ = times == nullptr ? std::nullopt : std::optional(*times);
+  }
   void finish() override { barrier(); }
 
  private:
@@ -72,13 +77,18 @@ class TcpTransport final : public Transport {
     throw Error(ExitCode::kRankLost, fmt::format("the connection to rank {} is lost: {}", rank, reason));
   }
 
+  // Those from which something is awaited, with their addresses.
+  std::string awaited() const;
+
   int rank_;
+  Reach reach_;
   std::vector<Link> links_;  // by rank; none with itself
+  std::optional<WaitTimes> times_;
   bool all_connected_ = false;
 };
 
-TcpTransport::TcpTransport(int rank, std::vector<std::unique_ptr<LineSocket>> connections)
-    : rank_(rank), links_(connections.size()) {
+TcpTransport::TcpTransport(int rank, Reach reach, std::vector<std::unique_ptr<LineSocket>> connections)
+    : rank_(rank), reach_(reach), links_(connections.size()) {
   for (size_t r = 0; r < connections.size(); ++r) {
     if (connections[r]) adopt(static_cast<int>(r), *connections[r]);
   }
@@ -96,31 +106,31 @@ void TcpTransport::connect_all() {
   std::unique_ptr<Listener> listener;
   std::string token, offer;
   if (rank_ > 0 && rank_ + 1 < size()) {
-    listener = std::make_unique<Listener>();
+    listener = std::make_unique<Listener>(reach_);
     token = random_token();
-    offer = fmt::format("{} {} {} {}", token, listener->port(), host_key(), join(own_addresses()));
+    offer = fmt::format("{} {} {} {}", token, listener->port(), host_key(), addresses_of(reach_));
   }
   const std::vector<std::string> offers = gather_text(offer);
   for (int r = 1; r < rank_; ++r) {
     std::istringstream in(offers[static_cast<size_t>(r)]);
-    std::string its_token, its_host;
-    int port = 0;
-    in >> its_token >> port >> its_host;
-    std::vector<std::string> addresses;
-    if (its_host == host_key()) addresses = {"127.0.0.1", "::1"};
-    for (std::string address; in >> address;) addresses.push_back(address);
-    const std::unique_ptr<LineSocket> connection = connect_to_rank(addresses, port, its_token, rank_, kLinkSeconds);
-    if (!connection) {
+    RankAddress to;
+    to.rank = r;
+    std::string its_host;
+    in >> to.token >> to.port >> its_host;
+    if (its_host == host_key()) to.addresses = loopback_addresses();
+    for (std::string address; in >> address;) to.addresses.push_back(address);
+    const Connection connection = connect_to_rank(to, rank_, kLinkTimes);
+    if (!connection.socket) {
       throw Error(
           ExitCode::kRankLost,
-          fmt::format("rank {} cannot reach rank {} at any of: {}, TCP port {}: open the network between the "
+          fmt::format("rank {} cannot reach rank {} at any of: {}, TCP port {} ({}): open the network between the "
                       "hosts",
-                      rank_, r, join(addresses), port));
+                      rank_, r, join(to.addresses), to.port, connection.problem));
     }
-    adopt(r, *connection);
+    adopt(r, *connection.socket);
   }
   if (listener) {
-    const auto later = accept_ranks(*listener, token, rank_ + 1, size(), kLinkSeconds);
+    const auto later = accept_ranks(*listener, token, rank_ + 1, size(), kLinkTimes);
     for (int r = rank_ + 1; r < size(); ++r) {
       LineSocket* const connection = later[static_cast<size_t>(r)].get();
       if (connection == nullptr) throw_lost(r, fmt::format("it has not come to TCP port {}", listener->port()));
@@ -154,10 +164,21 @@ bool TcpTransport::advance(int rank) {
   return !link.outgoing.empty() || !link.incoming.empty();
 }
 
+std::string TcpTransport::awaited() const {
+  std::vector<std::string> ranks;
+  for (int r = 0; r < size(); ++r) {
+    const Link& link = links_[static_cast<size_t>(r)];
+    if (!link.incoming.empty()) ranks.push_back(fmt::format("rank {} at {}", r, peer_of(link.fd)));
+  }
+  return join(ranks, ", ");
+}
+
 // Sends and receives at the same time, so that two ranks with long messages for each other do not both wait for
 // room.
 void TcpTransport::wait() {
   std::vector<pollfd> polled;
+  WaitNotice notice(times_.value_or(WaitTimes{}));
+  const auto waits = [&] { return fmt::format("rank {} waits for word from {}", rank_, awaited()); };
   do {
     polled.clear();
     for (int r = 0; r < size(); ++r) {
@@ -166,7 +187,14 @@ void TcpTransport::wait() {
       const int events = (waiting.outgoing.empty() ? 0 : POLLOUT) | (waiting.incoming.empty() ? 0 : POLLIN);
       polled.push_back({waiting.fd, static_cast<short>(events), 0});
     }
-    if (!polled.empty()) ::poll(polled.data(), polled.size(), -1);
+    if (!polled.empty()) ::poll(polled.data(), polled.size(), times_ ? kRoundMilliseconds : -1);
+    if (!polled.empty() && times_ && !notice.goes_on(waits)) {
+      throw Error(
+          ExitCode::kRankLost,
+          fmt::format("{} has said nothing for {:.0f} s after it came: it hangs or is stopped, or its host or "
+                      "network is down",
+                      awaited(), notice.waited()));
+    }
   } while (!polled.empty());
 }
 
@@ -223,40 +251,50 @@ double TcpTransport::max(double value) {
 
 }  // namespace
 
-std::unique_ptr<Transport> join_over_tcp(const MeetingPlace& place, int rank, int size, double seconds) {
+namespace {
+
+std::unique_ptr<LineSocket> reach_rank_0(const MeetingPlace& place, int rank, int size, const WaitTimes& times) {
+  const RankAddress to{.rank = 0,
+                       .addresses = place.addresses,
+                       .port = place.port,
+                       .token = place.token,
+                       .is_open = place.reach == Reach::kThisHost};
+  Connection connection = connect_to_rank(to, rank, times);
+  if (connection.socket) return std::move(connection.socket);
+  if (to.is_open && connection.failure == Connection::Failure::kRefused) {
+    throw Error(ExitCode::kRankLost, fmt::format("rank {} of {} finds rank 0 no more: it has ended", rank, size));
+  }
+  if (connection.failure == Connection::Failure::kUnknownName) {
+    throw_bad_input(
+        "rank {} of {} cannot find rank 0 at {}: {}, for {:.0f} s; name rank 0's host so that this one knows it, or by "
+        "its numeric address",
+        rank, size, join(place.addresses), connection.problem, times.limit);
+  }
+  throw_bad_input(
+      "rank {} of {} cannot reach rank 0 at {}, TCP port {}, within {:.0f} s: {}; is rank 0 started there, as one of as "
+      "many ranks, and is the port open?",
+      rank, size, join(place.addresses), place.port, times.limit, connection.problem);
+}
+
+}  // namespace
+
+std::unique_ptr<Transport> join_over_tcp(const MeetingPlace& place, int rank, int size, const WaitTimes& times) {
   std::vector<std::unique_ptr<LineSocket>> connections(static_cast<size_t>(size));
   if (rank != 0) {
-    connections[0] = connect_to_rank(place.addresses, place.port, place.token, rank, seconds);
-    if (!connections[0]) {
-      for (const std::string& address : place.addresses) {
-        const std::string reason = why_unknown(address);
-        if (reason.empty()) continue;
-        throw_bad_input(
-            "rank {} of {} cannot find rank 0 at {}: {}, for {:.0f} s; name rank 0's host so that this one knows it, "
-            "or by its numeric address",
-            rank, size, address, reason, seconds);
-      }
-      throw_bad_input(
-          "rank {} of {} cannot reach rank 0 at {}, TCP port {}, within {:.0f} s: is rank 0 started there, as one of "
-          "as many ranks, and is the port open?",
-          rank, size, join(place.addresses), place.port, seconds);
-    }
-    return std::make_unique<TcpTransport>(rank, std::move(connections));
+    connections[0] = reach_rank_0(place, rank, size, times);
+    return std::make_unique<TcpTransport>(rank, place.reach, std::move(connections));
   }
   const std::shared_ptr<Listener> listener =
-      place.listener ? place.listener : std::make_shared<Listener>(place.port);
-  connections = accept_ranks(*listener, place.token, 1, size, seconds);
-  std::vector<std::string> missing;
-  for (int r = 1; r < size; ++r) {
-    if (!connections[static_cast<size_t>(r)]) missing.push_back(std::to_string(r));
-  }
+      place.listener ? place.listener : std::make_shared<Listener>(place.reach, place.port);
+  connections = accept_ranks(*listener, place.token, 1, size, times);
+  const std::string missing = missing_ranks(connections, 1);
   if (!missing.empty()) {
     throw_bad_input(
         "of {} ranks these have not come to rank 0, TCP port {}, within {:.0f} s: {}; are they started, and does "
         "MASTER_ADDR name this host?",
-        size, listener->port(), seconds, join(missing));
+        size, listener->port(), times.limit, missing);
   }
-  return std::make_unique<TcpTransport>(rank, std::move(connections));
+  return std::make_unique<TcpTransport>(rank, place.reach, std::move(connections));
 }
 
 }  // namespace parka

@@ -45,7 +45,8 @@ Watchdog::~Watchdog() {
   if (thread_) thread_->stop();
 }
 
-void Watchdog::start(Communicator& ranks, const std::string& host, int host_leader, const WatchdogTimes& times) {
+void Watchdog::start(Communicator& ranks, const std::string& host, int host_leader, Reach reach,
+                     const WatchdogTimes& times) {
   const int rank = ranks.rank(), size = ranks.size();
   std::vector<std::string> names = ranks.gather_text(fmt::format("{}, pid {}", host, ::getpid()));
   for (int r = 0; r < size; ++r) names[r] = fmt::format("rank {} ({})", r, names[r]);
@@ -54,34 +55,37 @@ void Watchdog::start(Communicator& ranks, const std::string& host, int host_lead
   std::string offer, problem;
   if (rank == 0) {
     try {
-      listener = std::make_unique<Listener>();
-      offer = fmt::format("{} {} {}", random_token(), listener->port(), join(own_addresses()));
+      listener = std::make_unique<Listener>(reach);
+      offer = fmt::format("{} {} {}", random_token(), listener->port(), addresses_of(reach));
     } catch (const Error& error) {
       offer = "failed 0";  // the others must not wait for it
       problem = fmt::format("{}: {}", names[0], error.what());
     }
   }
   std::istringstream in(ranks.gather_text(offer)[0]);
-  std::string token;
-  int port = 0;
-  in >> token >> port;
-  std::vector<std::string> addresses;
-  if (host_leader == 0) addresses = {"127.0.0.1", "::1"};
-  for (std::string address; in >> address;) addresses.push_back(address);
+  RankAddress hub_address;
+  in >> hub_address.token >> hub_address.port;
+  if (host_leader == 0) hub_address.addresses = loopback_addresses();
+  for (std::string address; in >> address;) hub_address.addresses.push_back(address);
 
+  const WaitTimes wait{.limit = times.connect};
   if (rank == 0 && listener) {
-    std::vector<std::unique_ptr<LineSocket>> others = accept_ranks(*listener, token, 1, size, times.connect);
+    std::vector<std::unique_ptr<LineSocket>> others = accept_ranks(*listener, hub_address.token, 1, size, wait);
     for (int r = 1; r < size; ++r) {
       if (!others[r] && problem.empty()) problem = names[r] + " has not connected to rank 0";
     }
     thread_ = make_watch_hub(std::move(others), names, times, state_);
-  } else if (port != 0) {
-    std::unique_ptr<LineSocket> hub = connect_to_rank(addresses, port, token, rank, times.connect);
-    if (!hub) problem = fmt::format("{} cannot reach {} at any of: {}", names[rank], names[0], join(addresses));
-    if (hub) thread_ = make_watch_client(std::move(hub), rank, names, times, state_);
+  } else if (hub_address.port != 0) {
+    Connection hub = connect_to_rank(hub_address, rank, wait);
+    if (hub.socket) {
+      thread_ = make_watch_client(std::move(hub.socket), rank, names, times, state_);
+    } else {
+      problem = fmt::format("{} cannot reach {} at any of: {} ({})", names[rank], names[0],
+                            join(hub_address.addresses), hub.problem);
+    }
   }
   if (!problem.empty()) {
-    problem += fmt::format(", TCP port {}: open the network between the hosts for the watchdog", port);
+    problem += fmt::format(", TCP port {}: open the network between the hosts for the watchdog", hub_address.port);
   } else if (thread_) {
     try {
       thread_->prepare();

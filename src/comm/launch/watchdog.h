@@ -12,6 +12,7 @@
 
 namespace parka {
 class WatchThread;
+enum class Reach;
 
 // The state of collectives that run asynchronously. The watchdog's thread reads it at every heartbeat.
 class CollectiveProbe {
@@ -47,8 +48,9 @@ class Watchdog {
   ~Watchdog();
 
   // All ranks must call it together. `host` names this rank's host in messages; `host_leader` is the lowest rank on
-  // it. Throws the same Error on all ranks if one cannot reach rank 0.
-  void start(Communicator& ranks, const std::string& host, int host_leader, const WatchdogTimes& times);
+  // it, `reach` from where ranks come to rank 0. Throws the same Error on all ranks if one cannot reach it.
+  void start(Communicator& ranks, const std::string& host, int host_leader, Reach reach,
+             const WatchdogTimes& times);
   // How long a rank may make no progress while others wait for it. Only rank 0's value counts.
   void set_stall_seconds(double seconds);
 
