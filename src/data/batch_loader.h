@@ -13,6 +13,9 @@
 
 namespace parka {
 
+// Throws Error(kBadInput) unless so many ranks, or groups of ranks that share sequences, have whole micro-batches.
+void require_whole_micro_batches(int64_t global_batch, int64_t micro_batch, int64_t num_ranks, bool are_groups);
+
 struct BatchLoaderOptions {
   int64_t seed = 0;  // of the data order
   bool shuffle = true;

@@ -155,3 +155,30 @@ class Starters(RunFolder):
 
 if __name__ == "__main__":
     unittest.main()
+    def test_a_batch_job_of_more_tasks_than_ranks_is_told_of(self):
+        config = self.write_config(tiny_config(self.folder))
+        for variables, options, told in (({"SLURM_NTASKS": "8"}, (), "SLURM_NTASKS"), ({"SLURM_NTASKS": "8"}, ("--ranks=2",), "SLURM_NTASKS"),
+                                         ({"SLURM_JOB_NUM_NODES": "2"}, (), "SLURM_JOB_NUM_NODES"), ({"SLURM_NTASKS": "1"}, (), None),
+                                         ({"SLURM_NTASKS": "2"}, ("--ranks=2",), None)):
+            with self.subTest(variables=variables, options=options):
+                shutil.rmtree(self.path("run"), ignore_errors=True)
+                result = parka("train", config, *options, env=starters.environment(SLURM_JOB_ID="7", SLURM_PROCID="0", **variables))
+                self.assert_exit(result, 0)
+                self.assertEqual(result.stderr.count(told or "Slurm"), 1 if told else 0, result.stderr)
+
+    def test_a_number_of_ranks_that_the_config_refuses(self):
+        """No rank is started, be it one of a thousand."""
+        for keys, named in (({}, "training.global_batch_size"), ({"distributed": {"context_parallel": 3}}, "context_parallel"),
+                            ({"distributed": {"shard_size": 3}}, "shard_size")):
+            config = tiny_config(self.folder)
+            config["training"]["micro_batch_size"] = 1
+            config.update(keys)
+            for command in ("train", "bench"):
+                with self.subTest(named, command=command):
+                    began = time.monotonic()
+                    result = parka(command, self.write_config(config), "--ranks=1024", env=starters.environment())
+                    self.assert_exit(result, BAD_INPUT)
+                    self.assertEqual(result.stderr.count("parka: error: "), 1, result.stderr)
+                    self.assertIn(named, result.stderr)
+                    self.assertLess(time.monotonic() - began, 20)
+

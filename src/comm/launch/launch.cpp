@@ -199,6 +199,7 @@ int run_launched(const LaunchOptions& options, const std::function<int(Launch&)>
                            "without mpirun (srun: with --mpi=none)",
                            options.local_ranks, launched.variable, launched.size));
   }
+  if (options.check_size) options.check_size(launched.size * options.local_ranks);
   return run_local_ranks(options.local_ranks,
                          [&](LocalRank local) { return run_rank(options, launched, std::move(local), body); });
 }

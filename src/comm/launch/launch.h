@@ -19,6 +19,9 @@ struct LaunchOptions {
   WatchdogTimes watchdog;
   int local_ranks = 1;  // that each process becomes, on its host
   StartTimes start = {};
+  // Called with the number of all ranks before this process becomes several of them; throws if they cannot be so
+  // many.
+  std::function<void(int size)> check_size = {};
 };
 
 // The ranks of a run, and this process among them. mpirun has started them, or srun, or run_launched() itself, or

@@ -249,9 +249,8 @@ nlohmann::ordered_json result_json(const BenchResult& result, const Config& conf
 }  // namespace
 
 int run_bench(const BenchOptions& options) {
-  const LaunchOptions launch_options = {
-      .version = parka_version(), .watchdog = {}, .local_ranks = num_local_ranks(options.started)};
-  return run_launched(launch_options, [&](Launch& launch) {
+  const LaunchOptions starts = launch_options(options.config_path, options.overrides, options.started);
+  return run_launched(starts, [&](Launch& launch) {
     if (launch.rank() != 0) log_from(LogLevel::kWarning);
     const Config given = load_config(options.config_path, options.overrides);
     launch.require_same("the config", to_lines(given), "start all ranks with the same config and --set");

@@ -7,7 +7,9 @@
 #include <vector>
 
 #include "core/log/log.h"
+#include "data/batch_loader.h"
 #include "engine/checkpoint/checkpoint.h"
+#include "engine/commands/version.h"
 #include "engine/config/config_io.h"
 #include "engine/config/given_keys.h"
 #include "engine/files/gemm_tuning_file.h"
@@ -15,6 +17,7 @@
 #include "engine/planning/memory_advice.h"
 #include "engine/products/product_tuning.h"
 #include "engine/products/run_gemms.h"
+#include "engine/step/declared_run.h"
 #include "engine/step/recorded_step.h"
 #include "kernels/ops/attention/attention.h"
 
@@ -57,7 +60,19 @@ bool wants_gpu(const Config& config) {
   return choice == DeviceChoice::kCuda || (choice == DeviceChoice::kAuto && num_cuda_devices() > 0);
 }
 
-int num_local_ranks(const StartedRanks& started) { return std::max({1, started.ranks, started.gpus}); }
+LaunchOptions launch_options(const std::string& config_path, const std::vector<std::string>& overrides,
+                             const StartedRanks& started) {
+  LaunchOptions options;
+  options.version = parka_version();
+  options.local_ranks = std::max({1, started.ranks, started.gpus});
+  options.check_size = [=](int size) {
+    const Config config = load_config(config_path, overrides);
+    zero_of(config, 0, size);
+    require_whole_micro_batches(config.training.global_batch_size, config.training.micro_batch_size,
+                                config.data_parallel(size), config.distributed.context_parallel > 1);
+  };
+  return options;
+}
 
 bool wants_gpu(const Config& config, const StartedRanks& started) {
   const bool wanted = wants_gpu(config);

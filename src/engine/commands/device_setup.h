@@ -15,8 +15,10 @@ namespace parka {
 // Whether config.device asks for a GPU; `auto` does where there is one.
 bool wants_gpu(const Config& config);
 
-// LaunchOptions::local_ranks of a command.
-int num_local_ranks(const StartedRanks& started);
+// How a command starts its ranks. Those that it starts itself are not started where their number does not go with
+// the config.
+LaunchOptions launch_options(const std::string& config_path, const std::vector<std::string>& overrides,
+                             const StartedRanks& started);
 
 // wants_gpu(config). Throws Error(kBadInput) if it does not after --gpus.
 bool wants_gpu(const Config& config, const StartedRanks& started);

@@ -558,9 +558,8 @@ void require_named_run(const TrainOptions& options, const std::string& folder) {
 int run_train(const TrainOptions& options) {
   const auto started = RunRecords::Clock::now();
   end_on_stop_signals();
-  const LaunchOptions launch_options = {
-      .version = parka_version(), .watchdog = {}, .local_ranks = num_local_ranks(options.started)};
-  return run_launched(launch_options, [&](Launch& launch) {
+  const LaunchOptions starts = launch_options(options.config_path, options.overrides, options.started);
+  return run_launched(starts, [&](Launch& launch) {
     if (launch.rank() != 0) log_from(LogLevel::kWarning);
     const Config config = load_config(options.config_path, options.overrides);
     launch.require_same("the config", to_lines(config), "start all ranks with the same config and --set");
