@@ -1,10 +1,12 @@
 """Ranks that `parka train --ranks` starts: how they are stopped, what becomes of them when one dies, wrong options."""
 import json
 import os
+import pty
 import re
 import shutil
 import signal
 import subprocess
+import termios
 import time
 import unittest
 
@@ -28,8 +30,14 @@ def processes():
     return found
 
 
+def state_of(process):
+    """Its letter in /proc/PID/stat: T is stopped."""
+    with open(f"/proc/{process}/stat", encoding="utf-8") as file:
+        return file.read().rsplit(")", 1)[1].split()[0]
+
+
 class Starters(RunFolder):
-    def start(self, steps, *options, prefix=()):
+    def start(self, steps, *options, prefix=(), **keywords):
         config = tiny_config(self.folder, "fp32", steps=steps)
         config["optimizer"]["schedule"] = {"kind": "constant"}
         config["training"].update(eval_interval=0, global_batch_size=2 * RANKS, micro_batch_size=1)
@@ -37,7 +45,7 @@ class Starters(RunFolder):
         config["distributed"] = {"zero_stage": 3}
         command = [*prefix, os.path.abspath(PROGRAM), "--threads", "1", "train", self.write_config(config), *options]
         with open(self.path("log"), "w", encoding="utf-8") as log:
-            run = subprocess.Popen(command, stdout=log, stderr=log, env=starters.environment())
+            run = subprocess.Popen(command, stdout=log, stderr=log, env=starters.environment(), **keywords)
         self.addCleanup(run.wait)
         self.addCleanup(run.kill)
         return run
@@ -107,6 +115,51 @@ class Starters(RunFolder):
                 self.assertEqual(log.count(f"rank {rank} (pid {ranks[rank]}) was ended by signal 9 (Killed)"), 1, log)
                 self.assert_all_ended(ranks)
 
+    def test_a_pause_stops_all_and_fg_continues_all(self):
+        """Ctrl-Z reaches the process that has started the ranks, which are in process groups of their own."""
+        run, ranks = self.started(process_group=0)
+
+        def wait_for(states):
+            deadline = time.monotonic() + 30
+            while not all(state_of(process) in states for process in (run.pid, *ranks)):
+                self.assertLess(time.monotonic(), deadline, [state_of(process) for process in (run.pid, *ranks)])
+                time.sleep(0.02)
+
+        for _ in range(2):
+            run.send_signal(signal.SIGTSTP)
+            wait_for("T")
+            run.send_signal(signal.SIGCONT)
+            wait_for("RSD")
+        before = len(metrics(self.path("run")))
+        while len(metrics(self.path("run"))) < before + 5:
+            self.assertIsNone(run.poll(), self.log())
+            time.sleep(0.02)
+        run.terminate()
+        self.end(run, STOPPED)
+
+    def test_a_terminal_that_stops_who_writes_from_the_background(self):
+        """As `stty tostop` says. The ranks are in the background, and their log is on the terminal."""
+        config = tiny_config(self.folder, "fp32")
+        command = [os.path.abspath(PROGRAM), "--threads", "1", "train", self.write_config(config), "--ranks=2"]
+        pid, terminal = pty.fork()
+        if pid == 0:
+            try:
+                flags = termios.tcgetattr(1)
+                flags[3] |= termios.TOSTOP
+                termios.tcsetattr(1, termios.TCSANOW, flags)
+                os.execve(command[0], command, starters.environment())
+            finally:
+                os._exit(127)
+        said = b""
+        try:
+            while piece := os.read(terminal, 1 << 16):
+                said += piece
+        except OSError:
+            pass  # the end of a terminal
+        os.close(terminal)
+        self.assertEqual(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), 0, said.decode())
+        self.assertIn(b"saved", said)
+
     def test_ranks_do_not_outlive_their_parent(self):
         run, ranks = self.started()
         run.kill()
@@ -134,27 +187,6 @@ class Starters(RunFolder):
         self.assert_exit(result, BAD_INPUT)
         self.assertEqual(result.stderr.count("parka: error: "), 1, result.stderr)
 
-    def test_wrong_options(self):
-        config = self.write_config(tiny_config(self.folder))
-        for options, message in ((("--gpus=2",), "--gpus 2: this run computes on the CPU, because device.kind is cpu"),
-                                 (("--gpus=2", "--ranks=2"), "--gpus excludes --ranks"), (("--ranks=0",), "--ranks"),
-                                 (("--ranks=two",), "--ranks")):
-            with self.subTest(options):
-                result = parka("train", config, *options, env=starters.environment())
-                self.assert_exit(result, BAD_INPUT)
-                self.assertEqual(result.stderr.count("parka: error: "), 1, result.stderr)
-                self.assertIn(message, result.stderr)
-
-    def test_the_bench_takes_ranks_too(self):
-        config = self.write_config(tiny_config(self.folder))
-        result = parka("bench", config, "--steps=1", "--ranks=2", "--json", self.path("two.json"), env=starters.environment())
-        self.assert_exit(result, 0)
-        with open(self.path("two.json"), encoding="utf-8") as file:
-            self.assertEqual(json.load(file)["ranks"], 2)
-
-
-if __name__ == "__main__":
-    unittest.main()
     def test_a_batch_job_of_more_tasks_than_ranks_is_told_of(self):
         config = self.write_config(tiny_config(self.folder))
         for variables, options, told in (({"SLURM_NTASKS": "8"}, (), "SLURM_NTASKS"), ({"SLURM_NTASKS": "8"}, ("--ranks=2",), "SLURM_NTASKS"),
@@ -182,3 +214,24 @@ if __name__ == "__main__":
                     self.assertIn(named, result.stderr)
                     self.assertLess(time.monotonic() - began, 20)
 
+    def test_wrong_options(self):
+        config = self.write_config(tiny_config(self.folder))
+        for options, message in ((("--gpus=2",), "--gpus 2: this run computes on the CPU, because device.kind is cpu"),
+                                 (("--gpus=2", "--ranks=2"), "--gpus excludes --ranks"), (("--ranks=0",), "--ranks"),
+                                 (("--ranks=two",), "--ranks")):
+            with self.subTest(options):
+                result = parka("train", config, *options, env=starters.environment())
+                self.assert_exit(result, BAD_INPUT)
+                self.assertEqual(result.stderr.count("parka: error: "), 1, result.stderr)
+                self.assertIn(message, result.stderr)
+
+    def test_the_bench_takes_ranks_too(self):
+        config = self.write_config(tiny_config(self.folder))
+        result = parka("bench", config, "--steps=1", "--ranks=2", "--json", self.path("two.json"), env=starters.environment())
+        self.assert_exit(result, 0)
+        with open(self.path("two.json"), encoding="utf-8") as file:
+            self.assertEqual(json.load(file)["ranks"], 2)
+
+
+if __name__ == "__main__":
+    unittest.main()
