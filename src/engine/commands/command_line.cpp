@@ -431,7 +431,7 @@ void add_config(CLI::App& app, ConfigOptions& options) {
     if (takes_config) add_config_options(sub, options.config_path, options.overrides);
     sub.callback([&options, action] { options.action = action; });
   };
-  add("check", "Check whether a config is valid", Action::kCheck, true);
+  add("check", "Check a config, and the token files of it that are there", Action::kCheck, true);
   add("show", "Print a config with every key resolved", Action::kShow, true);
   add("schema", "Print the JSON Schema of config files", Action::kSchema, false);
   add("reference", "Print docs/config.md", Action::kReference, false);
