@@ -132,8 +132,8 @@ def parse_options():
         fail("--once: ends before anybody can see the page of --http; leave one of them out")
     if options.prometheus and not options.prometheus.endswith(".prom"):
         fail(f"--prometheus: {options.prometheus}: the node exporter reads files alone whose names end in .prom")
-    if options.interval <= 0:
-        fail("--interval: must be above 0")
+    if not 0 < options.interval <= threading.TIMEOUT_MAX:
+        fail("--interval: must be above 0, and seconds that can be waited for")
     return options
 
 

@@ -98,6 +98,13 @@ def draw_telemetry(plt, run):
     attention = [record for record in records if record.get("kind") == "attention"]
     if not quantization and not moments and not attention:
         fail(f"{path}: holds no telemetry; train with telemetry.interval set")
+    try:
+        return draw_reports(plt, quantization, moments, attention)
+    except (IndexError, KeyError) as error:
+        fail(f"{path}: its telemetry lacks what is drawn ({error}); give a run whose records are as it wrote them")
+
+
+def draw_reports(plt, quantization, moments, attention):
     figure, axes = plt.subplots(4, 2, figsize=(14, 20), constrained_layout=True)
     if quantization:
         for row, (key, title) in zip(axes, (("error", "relative error"), ("underflowed", "share that became 0"))):

@@ -13,6 +13,10 @@ def is_number(value):
     return value is None or isinstance(value, (int, float)) and (isinstance(value, int) or math.isfinite(value))
 
 
+def is_count(value):
+    return value is not None and is_number(value)
+
+
 def is_seconds(value):
     return value is None or type(value) in (int, float) and 0 <= value < 1e12
 
@@ -47,7 +51,7 @@ OF_ALL = {"seconds": is_seconds, "wall_seconds": lambda value: value is not None
           "earlier_seconds": is_seconds}
 OF_KIND = {
     "start": dict.fromkeys(("host", "device", "version", "commit", "command"), is_text) | {"ranks": is_number},
-    "train": dict.fromkeys(("tokens", "loss", "grad_norm", "lr", "tokens_per_second", "wall_tokens_per_second", "model_tflops", "goodput",
+    "train": {"tokens": is_count} | dict.fromkeys(("loss", "grad_norm", "lr", "tokens_per_second", "wall_tokens_per_second", "model_tflops", "goodput",
                             "data_wait_seconds", "save_wait_seconds", "applied"), is_number),
     "eval": {"loss": is_number},
     "eval_set": {"set": is_text, "loss": is_number},

@@ -169,7 +169,7 @@ class Compare(unittest.TestCase):
 
     def test_records_of_other_types_are_named(self):
         a = self.run_of("a", [4.0, 3.0])
-        for number, record in enumerate(({"loss": "x"}, {"loss": [1]}, {"tokens": {}}, {"seconds": "x"}, {"seconds": 10**400}, {"step": True},
+        for number, record in enumerate(({"loss": "x"}, {"loss": [1]}, {"tokens": {}}, {"tokens": None}, {"seconds": "x"}, {"seconds": 10**400}, {"step": True},
                                          {"step": -1}, {"kind": []})):
             with self.subTest(record=record):
                 bad = self.make_run(f"b{number}", [train_record(1, 4.0), train_record(2, 3.0) | record, train_record(3, 3.0)])

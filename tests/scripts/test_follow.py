@@ -395,7 +395,8 @@ class Options(FollowTest):
         self.assert_refused("nothing to do; give --tensorboard", good)
         self.assert_refused("--once: ends before", good, "--once", "--http", "0")
         self.assert_refused("a.txt: the node exporter reads files alone", good, "--prometheus", self.folder / "a.txt")
-        self.assert_refused("--interval: must be above 0", good, "--interval", "0", "--prometheus", out)
+        for seconds in ("0", "-1", "nan", "inf"):
+            self.assert_refused("--interval: ", good, f"--interval={seconds}", "--prometheus", out)
         self.assertFalse(out.exists())
 
     def test_what_cannot_be_written(self):

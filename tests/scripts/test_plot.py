@@ -160,6 +160,14 @@ class Plot(unittest.TestCase):
         self.assertEqual(result.returncode, 2)
         self.assertIn("telemetry.interval", result.stderr)
 
+    def test_telemetry_that_lacks_what_is_drawn(self):
+        for record in ({"kind": "quantization", "tensors": {"a": {"error": [0.1]}}}, {"kind": "moments", "parameters": {"a": {"exp_avg": {}}}},
+                       {"kind": "attention", "blocks": {}}):
+            with self.subTest(kind=record["kind"]):
+                result = self.plot([train_record(1), record | {"step": 1}], "--telemetry")
+                self.assertEqual(result.returncode, 2)
+                self.assertRegex(result.stderr, r"\Aplot.py: error: [^\n]*metrics.jsonl: its telemetry lacks [^\n]*\n\Z")
+
     def test_telemetry_of_two_runs(self):
         result = self.plot([train_record(1)], "--telemetry", copies=2)
         self.assertEqual(result.returncode, 2)
