@@ -522,7 +522,9 @@ int run(int argc, char** argv) {
   if (options.contains("stopped")) {
     if (rank != nullptr && options["stopped"] == rank) std::raise(SIGSTOP);
     stopped_rank = std::stoi(options["stopped"]);
-    if (launch_options.local_ranks > 1) ::pthread_atfork(nullptr, [] { ++num_started; }, stop_if_chosen);
+    if (launch_options.local_ranks > 1)
+      ::pthread_atfork(
+          nullptr, [] { ++num_started; }, stop_if_chosen);
   }
   return run_launched(launch_options, [&](Launch& launch) {
     if (mode == "collectives") return check_collectives(launch, options.contains("cuda"));

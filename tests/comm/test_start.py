@@ -7,6 +7,7 @@ import re
 import signal
 import socket
 import subprocess
+import tempfile
 import time
 import unittest
 from threading import Thread
@@ -59,6 +60,18 @@ def greet_nobody(listener):
             listener.accept()[0].close()
         except OSError:
             return
+
+
+def pretend(listener, said):
+    """Answers as rank 0 would, without its secret, and notes what it was told."""
+    while True:
+        try:
+            connection = listener.accept()[0]
+        except OSError:
+            return
+        connection.sendall(b"prove nonce proof\nwelcome\n")
+        with connection, connection.makefile("rb") as told:
+            said.append(told.read())
 
 
 def connected(port):
@@ -172,18 +185,20 @@ class StartTest(RanksTest):
 
     @unittest.skipUnless(starters.STARTER == "mpirun", "is about MPI")
     def test_mpi_init_that_does_not_come_back(self):
-        """A rank is another command, or hangs before it is there, or after."""
-        ours = [PROGRAM, "alone", "meeting_seconds=3", "agreement_seconds=3", "notice_seconds=0.5"]
-        mpirun = starters.command(1, [])
-        for case, command in {"another command": [*mpirun, *ours, ":", "-np", "1", "true"],
-                              "rank 1 is stopped": starters.command(2, [*ours, "stopped=1"]),
-                              "rank 0 is stopped": starters.command(2, [*ours, "stopped=0"])}.items():
+        """A rank is another command, or hangs before it is there."""
+        ours = [PROGRAM, "alone", "meeting_seconds=3", "notice_seconds=0.5"]
+        commands = {"another command": [*starters.command(1, ours), ":", "-np", "1", "true"],
+                    "rank 1 is stopped": starters.command(2, [*ours, "stopped=1"]),
+                    "rank 0 is stopped": starters.command(2, [*ours, "stopped=0"])}
+        runs = {case: subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True, env=starters.environment())
+                for case, command in commands.items()}
+        for case, run in runs.items():
             with self.subTest(case):
-                result = subprocess.run(command, capture_output=True, text=True, timeout=60, env=starters.environment())
+                _, errors = run.communicate(timeout=60)
                 speaker = 1 if case.startswith("rank 0") else 0
-                self.assertEqual(result.returncode, 5, result.stderr)
-                self.assertRegex(result.stderr, rf"(?m)^rank {speaker} waits in MPI_Init for the other ranks: .* 3 s$")
-                self.assertRegex(result.stderr, rf"(?m)^rank {speaker} waits in MPI_Init .* it ends with exit code 5$")
+                self.assertEqual(run.returncode, 5, errors)
+                self.assertRegex(errors, rf"(?m)^rank {speaker} waits in MPI_Init for the other ranks: .* 3 s$")
+                self.assertRegex(errors, rf"(?m)^rank {speaker} waits in MPI_Init .* it ends with exit code 5$")
 
     def test_a_second_process_of_a_rank(self):
         """It is refused by name, and the run goes on without it. One whose process has ended may come again."""
@@ -215,9 +230,12 @@ class StartTest(RanksTest):
         run = subprocess.Popen([PROGRAM, "alone", "--ranks=2", "stopped=1"], stderr=subprocess.DEVNULL, env=alone())
         self.addCleanup(run.wait)
         self.addCleanup(run.kill)
-        while not (found := listened_on([run.pid, *children_of(run.pid)])):
+        while not (len(ranks := children_of(run.pid)) == 2 and (found := listened_on(ranks))):
             self.assertIsNone(run.poll())
+            time.sleep(0.02)
         self.assertEqual(found, {"loopback"})
+        time.sleep(0.1)  # rank 1 has stopped by now
+        os.kill(int(ranks[1]), signal.SIGCONT)
         self.assertEqual(run.wait(60), 0)
         meeting = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
         for started in ({}, {**meeting, "WORLD_SIZE": "2"}):
@@ -264,6 +282,65 @@ class StartTest(RanksTest):
         for number, rank in enumerate(ranks):
             _, errors = rank.communicate(timeout=60)
             self.assertEqual((rank.returncode, errors), (0, f"rank {number} of 2\n"))
+
+    def test_ranks_that_have_a_secret(self):
+        """It does not travel, and who does not know it takes no rank's place, nor is taken for rank 0."""
+        with tempfile.TemporaryDirectory() as folder:
+            secret = os.path.join(folder, "secret")
+            with open(secret, "w", encoding="ascii") as file:
+                file.write("0123456789abcdef\n")
+            port = free_port()
+            meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+
+            def start(rank, *options, **variables):
+                process = subprocess.Popen([PROGRAM, "alone", *options], stderr=subprocess.PIPE, text=True,
+                                           env=alone(RANK=str(rank), **meeting, **variables))
+                self.addCleanup(process.kill)
+                return process
+
+            with self.subTest("strangers"):
+                rank_0 = start(0, PARKA_RENDEZVOUS_SECRET_FILE=secret)
+                for greeting in (b"parka///2 1\n", b"parka///2 1 nonce\nproof\n"):
+                    with connected(port) as stranger:
+                        stranger.sendall(greeting)
+                        answers = stranger.makefile("rb").read()
+                        self.assertNotIn(b"welcome", answers)
+                        self.assertNotIn(b"0123456789abcdef", answers)
+                # The proof of rank 0 does for no other rank, nor a second time.
+                with connected(port) as stranger:
+                    stranger.sendall(b"parka///2 1 nonce\n")
+                    answer = stranger.makefile("rb").readline().split()
+                    stranger.sendall(answer[2] + b"\n")
+                    self.assertEqual(stranger.recv(100), b"")
+                without = start(1, "meeting_seconds=0.5", "notice_seconds=9")
+                self.assertIn("PARKA_RENDEZVOUS_SECRET_FILE", without.communicate(timeout=60)[1])
+                self.assertEqual(without.returncode, 2)
+                other = os.path.join(folder, "other")
+                with open(other, "w", encoding="ascii") as file:
+                    file.write("another secret of ours")
+                wrong = start(1, "meeting_seconds=0.5", "notice_seconds=9", PARKA_RENDEZVOUS_SECRET_FILE=other)
+                self.assertIn("PARKA_RENDEZVOUS_SECRET_FILE", wrong.communicate(timeout=60)[1])
+                self.assertEqual(wrong.returncode, 2)
+                rank_1 = start(1, PARKA_RENDEZVOUS_SECRET_FILE=secret)
+                for number, rank in enumerate((rank_0, rank_1)):
+                    self.assertEqual((rank.communicate(timeout=60)[1], rank.returncode), (f"rank {number} of 2\n", 0))
+            with self.subTest("a false rank 0"), socket.create_server(("localhost", port)) as false:
+                said = []
+                Thread(target=pretend, args=(false, said), daemon=True).start()
+                rank_1 = start(1, "meeting_seconds=0.5", "notice_seconds=9", PARKA_RENDEZVOUS_SECRET_FILE=secret)
+                self.assertIn("PARKA_RENDEZVOUS_SECRET_FILE", rank_1.communicate(timeout=60)[1])
+                self.assertEqual(rank_1.returncode, 2)
+                for lines in said:
+                    self.assertNotIn(b"0123456789abcdef", lines)
+                    self.assertEqual(lines.count(b"\n"), 1, lines)
+            short = os.path.join(folder, "short")
+            with open(short, "w", encoding="ascii") as file:
+                file.write("short\n")
+            for path in (folder, short, os.path.join(folder, "none"), "/dev/zero"):
+                with self.subTest(path):
+                    refused = start(1, PARKA_RENDEZVOUS_SECRET_FILE=path)
+                    self.assertIn(path, refused.communicate(timeout=60)[1])
+                    self.assertEqual(refused.returncode, 2)
 
     def test_ranks_that_slurm_starts(self):
         """They find each other by what srun tells them."""

@@ -12,6 +12,7 @@
 #include "comm/launch/launch_checks.h"
 #include "comm/launch/local_ranks.h"
 #include "comm/launch/meeting.h"
+#include "comm/launch/secret.h"
 #include "comm/launch/tcp_transport.h"
 #include "comm/mpi_transport.h"
 #include "comm/nccl_ranks.h"
@@ -65,12 +66,14 @@ std::unique_ptr<Transport> meet(const LaunchedAs& launched, LocalRank local, con
   if (launched.over == LaunchedAs::Over::kTcp) {
     place.addresses = {launched.address};
     place.port = launched.port;
-    place.token = fmt::format("{}/{}", launched.token, size);
+    place.word.token = fmt::format("{}/{}", launched.token, size);
+    const char* const secret_file = std::getenv(kSecretFile);
+    if (secret_file != nullptr) place.word.secret = read_secret(secret_file);
   } else {
     place.reach = Reach::kThisHost;
     place.addresses = loopback_addresses();
     place.port = local.port;
-    place.token = local.token;
+    place.word.token = local.token;
     place.listener = std::move(local.listener);
   }
   // Ranks of one process have the same trouble: one speaks.

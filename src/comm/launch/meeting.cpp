@@ -9,6 +9,7 @@
 
 #include <unistd.h>
 
+#include "comm/launch/secret.h"
 #include "core/error.h"
 #include "core/log/log.h"
 
@@ -16,7 +17,9 @@ namespace parka {
 namespace {
 
 constexpr double kConnectTrySeconds = 3;  // for one address
-constexpr const char *kWelcome = "welcome", *kTaken = "taken";
+constexpr const char *kWelcome = "welcome", *kTaken = "taken", *kProve = "prove";
+// To those who have no secret where one is needed, or one where none is known.
+constexpr const char *kNeedsSecret = "needs_secret", *kKnowsNoSecret = "knows_no_secret";
 
 }  // namespace
 
@@ -37,11 +40,16 @@ namespace {
 
 using Ranks = std::vector<std::unique_ptr<LineSocket>>;
 
+// What both sides prove that they know the secret by: it is never the same twice.
+std::string exchange_text(const RankWord& word, int rank, const std::string& its_nonce, const std::string& nonce) {
+  return fmt::format("{} {} {} {}", word.token, rank, its_nonce, nonce);
+}
+
 // Receives the connections to a port, and finds the ranks among them.
 class Reception {
  public:
-  Reception(const Listener& listener, const std::string& token, int first, int size)
-      : listener_(listener), token_(token), first_(first), ranks_(static_cast<size_t>(size)) {}
+  Reception(const Listener& listener, const RankWord& word, int first, int size)
+      : listener_(listener), word_(word), first_(first), ranks_(static_cast<size_t>(size)) {}
 
   // Waits for at most `seconds` for somebody to come or to speak.
   void receive(double seconds) {
@@ -50,10 +58,10 @@ class Reception {
     wait_readable(descriptors, seconds);
     let_in();
     for (Stranger& stranger : strangers_) {
-      const std::vector<std::string> lines = stranger.socket->receive();
-      if (lines.empty() && !stranger.socket->closed()) continue;
-      if (!lines.empty() && !stranger.socket->closed()) hear(lines[0], stranger.socket);
-      stranger.socket.reset();
+      for (const std::string& line : stranger.socket->receive()) {
+        if (!stranger.socket || !hear(line, stranger)) break;
+      }
+      if (stranger.socket && stranger.socket->closed()) stranger.socket.reset();
     }
     std::erase_if(strangers_, [](const Stranger& stranger) { return !stranger.socket; });
     // Who has ended since may be started again.
@@ -71,6 +79,8 @@ class Reception {
   struct Stranger {
     std::unique_ptr<LineSocket> socket;
     double came;
+    int rank = -1;           // once it has named one
+    std::string proof = {};  // that it must give
   };
 
   // Where the process can have no more connections, those who have said nothing for a while make room.
@@ -88,51 +98,100 @@ class Reception {
     }
   }
 
-  void hear(const std::string& line, std::unique_ptr<LineSocket>& stranger) {
-    std::istringstream in(line);
-    std::string its_token;
-    int rank = -1;
-    in >> its_token >> rank;
-    if (its_token != token_ || rank < first_ || rank >= static_cast<int>(ranks_.size())) return;
+  // Whether the stranger shall say more; otherwise it is gone, or one of the ranks.
+  bool hear(const std::string& line, Stranger& stranger) {
+    if (stranger.proof.empty()) {
+      std::istringstream in(line);
+      std::string token, nonce;
+      in >> token >> stranger.rank >> nonce;
+      const bool is_known =
+          token == word_.token && stranger.rank >= first_ && stranger.rank < static_cast<int>(ranks_.size());
+      if (is_known && nonce.empty() != word_.secret.empty()) {
+        stranger.socket->send(nonce.empty() ? kNeedsSecret : kKnowsNoSecret);
+      } else if (is_known && !nonce.empty()) {
+        challenge(stranger, nonce);
+        return true;
+      } else if (is_known) {
+        admit(stranger);
+      }
+    } else if (is_proof(line, stranger.proof)) {
+      admit(stranger);
+    }
+    stranger.socket.reset();
+    return false;
+  }
+
+  void challenge(Stranger& stranger, const std::string& nonce) const {
+    const std::string exchange = exchange_text(word_, stranger.rank, nonce, random_nonce());
+    stranger.proof = proof_of(word_.secret, "rank " + exchange);
+    const std::string own_nonce = exchange.substr(exchange.rfind(' ') + 1);
+    stranger.socket->send(
+        fmt::format("{} {} {}", kProve, own_nonce, proof_of(word_.secret, "listener " + exchange)));
+  }
+
+  void admit(Stranger& stranger) {
+    const int rank = stranger.rank;
     std::unique_ptr<LineSocket>& place = ranks_[static_cast<size_t>(rank)];
     if (place && !place->has_ended()) {
-      stranger->send(kTaken);
+      stranger.socket->send(kTaken);
       if (!std::exchange(told_of_second_, true)) {
         log_warning("a second process came as rank {} and was sent away; give every process a rank of its own",
                     rank);
       }
       return;
     }
-    stranger->send(kWelcome);
-    place = std::move(stranger);
+    stranger.socket->send(kWelcome);
+    place = std::move(stranger.socket);
   }
 
   const Listener& listener_;
-  const std::string& token_;
+  const RankWord& word_;
   const int first_;
   Ranks ranks_;
   std::vector<Stranger> strangers_;
   bool is_full_ = false, told_of_second_ = false;
 };
 
-// Has the listener's answer; sets `to.problem` where that is no welcome.
-void introduce(Connection& to, const std::string& token, int rank, int other) {
-  to.socket->send(fmt::format("{} {}", token, rank));
+// What an answer that is no welcome says of who listens.
+std::string meaning_of(const std::string& answer, int other) {
+  if (answer == kNeedsSecret)
+    return fmt::format("rank {} has a secret, and this one has not: set {}", other, kSecretFile);
+  if (answer == kKnowsNoSecret)
+    return fmt::format("rank {} has no secret, and this one has: set {} there", other, kSecretFile);
+  if (answer.starts_with(kProve))
+    return fmt::format("somebody answers who does not know the secret of {}", kSecretFile);
+  // A port of the same number on another network, a run of another size, a run before this.
+  return fmt::format("somebody answers who is not rank {} of this run", other);
+}
+
+// Exchanges the word of the run with who listens at the other end; closes the connection where that is no rank.
+void introduce(Connection& to, const RankWord& word, int rank, int other) {
+  const std::string nonce = word.secret.empty() ? "" : random_nonce();
+  to.socket->send(join({word.token, std::to_string(rank), nonce}));
   const double answer_by = seconds_now() + kConnectTrySeconds;
-  while (!to.socket->closed() && seconds_now() < answer_by) {
+  std::string answer;
+  bool knows_secret = word.secret.empty();
+  while (answer.empty() && !to.socket->closed() && seconds_now() < answer_by) {
     wait_readable({to.socket->fd()}, answer_by - seconds_now());
     const std::vector<std::string> lines = to.socket->receive();
     if (lines.empty()) continue;
-    if (lines[0] == kWelcome && !to.socket->closed()) return;
-    if (lines[0] == kTaken) {
+    answer = lines[0];
+    if (knows_secret && answer == kWelcome && !to.socket->closed()) return;
+    if (knows_secret && answer == kTaken) {
       throw_bad_input("rank {} has a connection with another rank {}: give every process a rank of its own", other,
                       rank);
     }
-    break;
+    if (knows_secret || !answer.starts_with(kProve)) break;
+    std::istringstream in(answer);
+    std::string its_nonce, proof;
+    in >> its_nonce >> its_nonce >> proof;
+    const std::string exchange = exchange_text(word, rank, nonce, its_nonce);
+    knows_secret = is_proof(proof, proof_of(word.secret, "listener " + exchange));
+    if (!knows_secret) break;
+    to.socket->send(proof_of(word.secret, "rank " + exchange));
+    answer.clear();
   }
-  // A port of the same number on another network, a run of another size, a run before this.
-  to = {nullptr, Connection::Failure::kOther,
-        fmt::format("somebody answers who is not rank {} of this run", other)};
+  to = {nullptr, Connection::Failure::kOther, meaning_of(answer, other)};
 }
 
 }  // namespace
@@ -148,9 +207,8 @@ std::string missing_ranks(const Ranks& ranks, int first) {
   return join(missing) + (more > 0 ? fmt::format(" and {} more", more) : "");
 }
 
-Ranks accept_ranks(const Listener& listener, const std::string& token, int first, int size,
-                   const WaitTimes& times) {
-  Reception reception(listener, token, first, size);
+Ranks accept_ranks(const Listener& listener, const RankWord& word, int first, int size, const WaitTimes& times) {
+  Reception reception(listener, word, first, size);
   WaitNotice notice(times);
   const auto goes_on = [&] {
     return notice.goes_on([&] {
@@ -168,7 +226,7 @@ Connection connect_to_rank(const RankAddress& to, int rank, const WaitTimes& tim
   for (;;) {
     for (const std::string& address : to.addresses) {
       last = connect_to(address, to.port, kConnectTrySeconds);
-      if (last.socket) introduce(last, to.token, rank, to.rank);
+      if (last.socket) introduce(last, to.word, rank, to.rank);
       if (last.socket || (to.is_open && last.failure == Connection::Failure::kRefused)) return last;
       const bool goes_on = notice.goes_on([&] {
         return fmt::format("rank {} waits for rank {} at {}, TCP port {} ({})", rank, to.rank, address, to.port,
@@ -186,7 +244,9 @@ std::string addresses_of(Reach reach) { return reach == Reach::kNetwork ? join(o
 
 std::string join(const std::vector<std::string>& words, const char* between) {
   std::string text;
-  for (const std::string& word : words) text += (text.empty() ? "" : between) + word;
+  for (const std::string& word : words) {
+    if (!word.empty()) text += (text.empty() ? "" : between) + word;
+  }
   return text;
 }
 

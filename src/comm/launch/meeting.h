@@ -17,10 +17,17 @@ std::string random_token();
 // same name.
 std::string host_key();
 
+// By what the ranks of a run know each other.
+struct RankWord {
+  std::string token;   // travels: anybody on the network may know it
+  std::string secret;  // does not, see secret.h; empty: none
+};
+
 // Waits for the connections of ranks `first` to `size` - 1 to rank `first` - 1, which is this one. They begin with
-// "TOKEN RANK", and are welcomed. A second process of a rank that is there is sent away, and both say so. Element r
-// is the connection of rank r; null for those that have not come within the limit.
-std::vector<std::unique_ptr<LineSocket>> accept_ranks(const Listener& listener, const std::string& token, int first,
+// "TOKEN RANK". If there is a secret a nonce follows. The answer to that is "prove NONCE PROOF", and the answer to
+// that a proof, too. Those who know the word are welcomed. A second process of a rank that is there is sent away,
+// and both say so. Element r is the connection of rank r; null for those that have not come within the limit.
+std::vector<std::unique_ptr<LineSocket>> accept_ranks(const Listener& listener, const RankWord& word, int first,
                                                       int size, const WaitTimes& times);
 
 // Where a rank listens for others.
@@ -28,7 +35,7 @@ struct RankAddress {
   int rank = 0;
   std::vector<std::string> addresses;  // of its host: names or numbers
   int port = 0;
-  std::string token;     // what it wants to hear, see accept_ranks()
+  RankWord word = {};
   bool is_open = false;  // it listens already: where nobody does it has ended
 };
 

@@ -116,7 +116,7 @@ void TcpTransport::connect_all() {
     RankAddress to;
     to.rank = r;
     std::string its_host;
-    in >> to.token >> to.port >> its_host;
+    in >> to.word.token >> to.port >> its_host;
     if (its_host == host_key()) to.addresses = loopback_addresses();
     for (std::string address; in >> address;) to.addresses.push_back(address);
     const Connection connection = connect_to_rank(to, rank_, kLinkTimes);
@@ -130,7 +130,7 @@ void TcpTransport::connect_all() {
     adopt(r, *connection.socket);
   }
   if (listener) {
-    const auto later = accept_ranks(*listener, token, rank_ + 1, size(), kLinkTimes);
+    const auto later = accept_ranks(*listener, {token, ""}, rank_ + 1, size(), kLinkTimes);
     for (int r = rank_ + 1; r < size(); ++r) {
       LineSocket* const connection = later[static_cast<size_t>(r)].get();
       if (connection == nullptr) throw_lost(r, fmt::format("it has not come to TCP port {}", listener->port()));
@@ -257,7 +257,7 @@ std::unique_ptr<LineSocket> reach_rank_0(const MeetingPlace& place, int rank, in
   const RankAddress to{.rank = 0,
                        .addresses = place.addresses,
                        .port = place.port,
-                       .token = place.token,
+                       .word = place.word,
                        .is_open = place.reach == Reach::kThisHost};
   Connection connection = connect_to_rank(to, rank, times);
   if (connection.socket) return std::move(connection.socket);
@@ -286,7 +286,7 @@ std::unique_ptr<Transport> join_over_tcp(const MeetingPlace& place, int rank, in
   }
   const std::shared_ptr<Listener> listener =
       place.listener ? place.listener : std::make_shared<Listener>(place.reach, place.port);
-  connections = accept_ranks(*listener, place.token, 1, size, times);
+  connections = accept_ranks(*listener, place.word, 1, size, times);
   const std::string missing = missing_ranks(connections, 1);
   if (!missing.empty()) {
     throw_bad_input(

@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "comm/launch/line_socket.h"
+#include "comm/launch/meeting.h"
 #include "comm/launch/start_wait.h"
 #include "comm/transport.h"
 
@@ -14,7 +15,7 @@ struct MeetingPlace {
   Reach reach = Reach::kNetwork;       // kThisHost: all ranks are here, and rank 0 listens since before they were
   std::vector<std::string> addresses;  // of rank 0's host: names or numbers
   int port = 0;
-  std::string token;                   // what ranks of this run say, see accept_ranks()
+  RankWord word;
   std::shared_ptr<Listener> listener;  // on rank 0: already listens there; null: it is to listen
 };
 

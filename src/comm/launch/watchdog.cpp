@@ -64,13 +64,13 @@ void Watchdog::start(Communicator& ranks, const std::string& host, int host_lead
   }
   std::istringstream in(ranks.gather_text(offer)[0]);
   RankAddress hub_address;
-  in >> hub_address.token >> hub_address.port;
+  in >> hub_address.word.token >> hub_address.port;
   if (host_leader == 0) hub_address.addresses = loopback_addresses();
   for (std::string address; in >> address;) hub_address.addresses.push_back(address);
 
   const WaitTimes wait{.limit = times.connect};
   if (rank == 0 && listener) {
-    std::vector<std::unique_ptr<LineSocket>> others = accept_ranks(*listener, hub_address.token, 1, size, wait);
+    std::vector<std::unique_ptr<LineSocket>> others = accept_ranks(*listener, hub_address.word, 1, size, wait);
     for (int r = 1; r < size; ++r) {
       if (!others[r] && problem.empty()) problem = names[r] + " has not connected to rank 0";
     }

@@ -1,0 +1,70 @@
+#include "comm/launch/secret.h"
+
+#include <array>
+#include <filesystem>
+#include <fstream>
+
+#include <sodium.h>
+
+#include "core/error.h"
+
+namespace parka {
+namespace {
+
+constexpr size_t kFewestBytes = 16;     // others may try out proofs of short ones
+constexpr size_t kMostBytes = 1 << 16;  // a file of secrets is small
+
+template <size_t kBytes>
+std::string to_hex(const std::array<unsigned char, kBytes>& bytes) {
+  std::array<char, 2 * kBytes + 1> text{};
+  sodium_bin2hex(text.data(), text.size(), bytes.data(), bytes.size());
+  return text.data();
+}
+
+void require_sodium() {
+  if (sodium_init() < 0) throw_internal("libsodium has no source of random numbers");
+}
+
+}  // namespace
+
+std::string read_secret(const std::string& path) {
+  std::error_code error;
+  if (!std::filesystem::is_regular_file(path, error)) {
+    throw_bad_input("{}: {}: {}", kSecretFile, path, error ? error.message() : "is not a regular file");
+  }
+  std::string secret(kMostBytes, '\0');
+  std::ifstream file(path, std::ios::binary);
+  file.read(secret.data(), static_cast<std::streamsize>(secret.size()));
+  if (!file.is_open() || file.bad()) throw_bad_input("{}: {}: cannot be read", kSecretFile, path);
+  secret.resize(static_cast<size_t>(file.gcount()));
+  secret.resize(secret.find_last_not_of(" \t\r\n") + 1);
+  if (secret.size() < kFewestBytes || file.good()) {
+    throw_bad_input("{}: {}: holds {} characters; a secret has from {} to {} (openssl rand -hex 32 makes one)",
+                    kSecretFile, path, file.good() ? "more" : std::to_string(secret.size()), kFewestBytes,
+                    kMostBytes - 1);
+  }
+  return secret;
+}
+
+std::string random_nonce() {
+  require_sodium();
+  std::array<unsigned char, 16> bytes{};
+  randombytes_buf(bytes.data(), bytes.size());
+  return to_hex(bytes);
+}
+
+std::string proof_of(const std::string& secret, const std::string& text) {
+  require_sodium();
+  const auto bytes_of = [](const std::string& s) { return reinterpret_cast<const unsigned char*>(s.data()); };
+  std::array<unsigned char, crypto_auth_KEYBYTES> key{};
+  crypto_generichash(key.data(), key.size(), bytes_of(secret), secret.size(), nullptr, 0);
+  std::array<unsigned char, crypto_auth_BYTES> proof{};
+  crypto_auth(proof.data(), bytes_of(text), text.size(), key.data());
+  return to_hex(proof);
+}
+
+bool is_proof(const std::string& given, const std::string& expected) {
+  return given.size() == expected.size() && sodium_memcmp(given.data(), expected.data(), given.size()) == 0;
+}
+
+}  // namespace parka
