@@ -313,7 +313,8 @@ class ChatTemplate:
         except self._syntax_error as error:
             raise InputError(f"{self._place}: its chat template cannot be used ({one_line(error)}); give another")
         except Exception as error:  # whatever the template's expressions raise
-            raise ChatError(f"the chat template refuses the conversation ({one_line(error)}); fix it or leave it out")
+            reason = one_line(error) or type(error).__name__
+            raise ChatError(f"the chat template refuses the conversation ({reason}); fix it or leave it out")
         return texts[0], spans[0] if spans else []
 
     def _assistant_spans(self, text: str, messages: list[dict], tools: list | None) -> Iterator[Span]:

@@ -340,6 +340,14 @@ class Recipes(Targets):
             self.refuse_record([], record, 'has no list "messages"', "docs/data.md", form)
 
 
+class Limits(Targets):
+    def test_an_error_without_words_is_named(self):
+        chat = [user("hi!"), assistant("hello")]
+        for power in (14, 15, 16):
+            much = PLAIN + f"{{% if messages[0].content == 'hi!' %}}{{{{ 'a' * {10**power} }}}}{{% endif %}}"
+            self.refuse_record(chat, {}, "MemoryError", template=much)
+
+
 class Tokens(Targets):
     """Special tokens that a template has and the tokenizer lacks."""
 
