@@ -1,6 +1,7 @@
 // What tests/comm/ranks.py starts, in one of these ways, with --ranks=N where it shall start its ranks itself:
 //   ranks_program collectives [cuda]    checks every collective; 77 where there are fewer GPUs than ranks
 //   ranks_program alone                 joins the others and ends; with stopped=RANK that rank stops itself before
+//   ranks_program silent                joins the others by MPI_Init, and says no more
 //   ranks_program chatter               logs long lines on all ranks at once
 //   ranks_program drill KEY=VALUE...    takes steps with collectives until something goes wrong
 #include <array>
@@ -19,6 +20,7 @@
 #include <unistd.h>
 
 #include "comm/launch/launch.h"
+#include "comm/mpi_transport.h"
 #include "core/log/log.h"
 #include "core/parallel.h"
 #include "core/philox.h"
@@ -515,6 +517,10 @@ int run(int argc, char** argv) {
   start.agreement = number_of(options, "agreement_seconds", start.agreement);
   start.notice = number_of(options, "notice_seconds", start.notice);
   launch_options.version = text_of(options, std::string("version") + (rank ? rank : ""), "1.0");
+  if (mode == "silent") {
+    const std::unique_ptr<Transport> joined = join_over_mpi(0, {});
+    sleep_for(1e6);
+  }
   WatchdogTimes& times = launch_options.watchdog;
   times.beat = number_of(options, "beat", times.beat);
   times.silence = number_of(options, "silence", times.silence);
