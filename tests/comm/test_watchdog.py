@@ -27,7 +27,7 @@ class WatchdogTest(RanksTest):
                 # mpirun gives the code of whichever rank's end it hears of first.
                 self.assertIn(run.finish(), (128 + signal.SIGKILL, 5), "\n".join(run.lines))
                 self.assertLess(time.monotonic() - began, 30)
-                self.assert_lines(run, rf"^rank {rank} \(.*, pid {run.pids[rank]}\) died, last heard of in step \d+, "
+                self.assert_lines(run, rf"^error: rank {rank} \(.*, pid {run.pids[rank]}\) died, last heard of in step \d+, "
                                        rf"(forward|all_reduce of x), .*; rank \d ends with exit code 5$", SIZE - 1)
 
     def test_a_stopped_rank(self):
@@ -36,7 +36,7 @@ class WatchdogTest(RanksTest):
                 run = self.drill(*SHORT)
                 run.kill(rank, signal.SIGSTOP)
                 self.finish(run, 5)
-                self.assert_lines(run, rf"^rank {rank} \(.*\) has sent nothing for \d+ s, last heard of in step \d+, .*;"
+                self.assert_lines(run, rf"^error: rank {rank} \(.*\) has sent nothing for \d+ s, last heard of in step \d+, .*;"
                                        rf" rank [{'012'.replace(str(rank), '')}] ends with exit code 5$", SIZE - 1)
 
     def test_a_pause_of_all_ranks(self):
@@ -57,13 +57,13 @@ class WatchdogTest(RanksTest):
         for rank in (0, 2):
             run.kill(rank, signal.SIGCONT)
         self.finish(run, 5)
-        self.assert_lines(run, r"^rank 1 \(.*\) has sent nothing for \d+ s, last heard of in step \d+, .*; rank [02] ends"
+        self.assert_lines(run, r"^error: rank 1 \(.*\) has sent nothing for \d+ s, last heard of in step \d+, .*; rank [02] ends"
                                " with exit code 5$", SIZE - 1)
 
     def test_a_rank_that_stands_still(self):
         run = Run(SIZE, "drill", "stall=1", "stall_seconds=2", *SHORT)
         self.finish(run, 5)
-        self.assert_lines(run, r"^rank 1 \(.*\) has made no progress for \d+ s in step 3, forward, after \d+ collectives; "
+        self.assert_lines(run, r"^error: rank 1 \(.*\) has made no progress for \d+ s in step 3, forward, after \d+ collectives; "
                                r"rank \d \(.*\) waits for it in collective \d+; rank \d ends with exit code 5$", SIZE)
 
     def test_an_error_of_one_rank(self):
@@ -72,13 +72,13 @@ class WatchdogTest(RanksTest):
                 run = Run(SIZE, "drill", f"throw={rank}")
                 self.finish(run, 2)
                 self.assert_lines(run, rf"^error: rank {rank} \(.*\): tokens\.npy: cannot be read$", 1)
-                self.assert_lines(run, rf"^rank {rank} \(.*\) failed: tokens\.npy: cannot be read; rank \d ends with its"
+                self.assert_lines(run, rf"^error: rank {rank} \(.*\) failed: tokens\.npy: cannot be read; rank \d ends with its"
                                        " exit code 2$", SIZE - 1)
 
     def test_a_rank_that_leaves_without_a_word(self):
         run = Run(SIZE, "drill", "exit=2")
         self.finish(run, 9)
-        self.assert_lines(run, r"^rank 2 \(.*\) died, last heard of", SIZE - 1)
+        self.assert_lines(run, r"^error: rank 2 \(.*\) died, last heard of", SIZE - 1)
 
     def test_a_dead_rank_and_a_signal_to_stop(self):
         """SIGTERM asks for a stop after the step, which never ends once a rank is gone."""
@@ -88,7 +88,7 @@ class WatchdogTest(RanksTest):
         time.sleep(0.2)
         run.kill(1, signal.SIGKILL)
         self.finish(run, 128 + signal.SIGKILL)
-        self.assert_lines(run, r"^rank 1 \(.*\) died", SIZE - 1)
+        self.assert_lines(run, r"^error: rank 1 \(.*\) died", SIZE - 1)
 
 
 if __name__ == "__main__":

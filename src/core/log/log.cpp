@@ -1,5 +1,8 @@
 #include "core/log/log.h"
 
+#include <atomic>
+#include <string_view>
+
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
 
@@ -15,6 +18,17 @@ spdlog::level::level_enum level_of(LogLevel level) {
   return spdlog::level::err;
 }
 
+std::string_view word_of(LogLevel level) {
+  switch (level) {
+    case LogLevel::kInfo: return "";
+    case LogLevel::kWarning: return "warning: ";
+    case LogLevel::kError: break;
+  }
+  return "error: ";
+}
+
+std::atomic<int64_t> num_warnings = 0;
+
 }  // namespace
 
 void log_to_stderr(bool with_times) {
@@ -26,8 +40,47 @@ void log_from(LogLevel level) { spdlog::set_level(level_of(level)); }
 
 void flush_log() { spdlog::default_logger()->flush(); }
 
+std::string as_line(const std::string& text) {
+  constexpr size_t kLongest = 2000, kKeptAtEnd = 900;
+  const auto is_inside = [&](size_t at) { return (static_cast<unsigned char>(text[at]) & 0xC0) == 0x80; };
+  size_t first_cut = text.size(), last_cut = text.size();
+  if (text.size() > kLongest) {
+    for (first_cut = kLongest - kKeptAtEnd; first_cut > 0 && is_inside(first_cut);) --first_cut;
+    for (last_cut = text.size() - kKeptAtEnd; last_cut < text.size() && is_inside(last_cut);) ++last_cut;
+  }
+  std::string line;
+  for (size_t i = 0; i < text.size(); ++i) {
+    if (i == first_cut && first_cut < last_cut) {
+      line += " ... ";
+      i = last_cut;
+      if (i == text.size()) break;
+    }
+    const auto c = static_cast<unsigned char>(text[i]);
+    // U+0080 to U+009F are control characters, too.
+    const bool is_wide_control =
+        c == 0xC2 && i + 1 < text.size() && is_inside(i + 1) && static_cast<unsigned char>(text[i + 1]) < 0xA0;
+    if (c == '\n' || c == '\r' || c == '\t') {
+      line += ' ';
+    } else if (c < 0x20 || c == 0x7f) {
+      line += fmt::format("\\x{:02x}", c);
+    } else if (is_wide_control) {
+      line += fmt::format("\\x{:02x}", static_cast<unsigned char>(text[++i]));
+    } else {
+      line += text[i];
+    }
+  }
+  return line;
+}
+
+std::string warnings_above() {
+  const int64_t warnings = num_warnings;
+  return warnings == 0 ? "" : fmt::format("; {} warning{}, see above", warnings, warnings == 1 ? "" : "s");
+}
+
 void log_line(LogLevel level, const std::string& line) {
-  spdlog::log(level_of(level), spdlog::string_view_t(line));
+  if (level == LogLevel::kWarning) ++num_warnings;
+  const std::string worded = std::string(word_of(level)) + as_line(line);
+  spdlog::log(level_of(level), spdlog::string_view_t(worded));
 }
 
 void log_formatted(LogLevel level, fmt::string_view format, fmt::format_args args) {

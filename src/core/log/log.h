@@ -10,11 +10,18 @@ namespace parka {
 
 enum class LogLevel { kInfo, kWarning, kError };
 
+// Lines of warnings and errors begin with that word: who looks for them finds all of them.
 // From now on lines go to stderr, with date and time before each where that is wanted.
 void log_to_stderr(bool with_times);
 // Lines below this level are left out.
 void log_from(LogLevel level);
 void flush_log();
+// "; 2 warnings, see above" for the last line of a log, where there were any; else nothing.
+std::string warnings_above();
+
+// `text`, which may quote what comes from anywhere, for a terminal: control characters are escaped, or blanks where
+// they end lines, and of a very long text the middle is left out.
+std::string as_line(const std::string& text);
 
 void log_line(LogLevel level, const std::string& line);
 void log_formatted(LogLevel level, fmt::string_view format, fmt::format_args args);

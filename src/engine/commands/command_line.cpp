@@ -561,14 +561,6 @@ void finish_output() {
   }
 }
 
-// An error message may quote what the user wrote: keep it on one line.
-std::string one_line(std::string text) {
-  for (char& c : text) {
-    if (c == '\n' || c == '\r') c = ' ';
-  }
-  return text;
-}
-
 }  // namespace
 
 int run_command_line(int argc, char** argv) {
@@ -582,13 +574,13 @@ int run_command_line(int argc, char** argv) {
     finish_output();
     return status;
   } catch (const Error& error) {
-    std::fprintf(stderr, "parka: error: %s\n", one_line(error.what()).c_str());
+    std::fprintf(stderr, "parka: error: %s\n", as_line(error.what()).c_str());
     return static_cast<int>(error.code());
   } catch (const std::bad_alloc&) {
     std::fprintf(stderr, "parka: error: out of memory; try a smaller training.micro_batch_size\n");
     return static_cast<int>(ExitCode::kBadInput);
   } catch (const std::exception& error) {
-    std::fprintf(stderr, "parka: internal error: %s\n", one_line(error.what()).c_str());
+    std::fprintf(stderr, "parka: internal error: %s\n", as_line(error.what()).c_str());
     return static_cast<int>(ExitCode::kInternal);
   }
 }

@@ -128,7 +128,8 @@ std::vector<GemmChoice> inference_gemms(const Config& config, const std::vector<
     return read_gemm_tuning(config.device.gemm_tuning, device);
   } catch (const Error& error) {
     if (is_given) throw;
-    log_info("GEMM algorithms: cuBLASLt's first choices; those of the training cannot be used: {}", error.what());
+    log_warning("GEMM algorithms: cuBLASLt's first choices; those of the training cannot be used: {}",
+                error.what());
     return {};
   }
 }

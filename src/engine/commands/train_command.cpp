@@ -444,8 +444,9 @@ class TrainCommand {
   // The exit code of a run that has more to do.
   int stopped(const char* what) const {
     const int signal = stop_signal();
-    log_info("{}: {} step {} and stopping; the same command continues the run",
-             signal == 0 ? "another rank was asked to stop" : strsignal(signal), what, run_.completed_steps());
+    log_info("{}: {} step {} and stopping; the same command continues the run{}",
+             signal == 0 ? "another rank was asked to stop" : strsignal(signal), what, run_.completed_steps(),
+             warnings_above());
     return static_cast<int>(ExitCode::kStopped);
   }
 

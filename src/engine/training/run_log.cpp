@@ -139,15 +139,15 @@ void log_end(const Config& config, int64_t step, int64_t newest_step) {
   const std::string& folder = config.checkpoint.folder;
   const std::string word = shell_word(folder);
   if (newest_step != step) {
-    log_info("step {} was the last; it is not saved, as checkpoint.save_final is false", step);
+    log_info("step {} was the last; it is not saved, as checkpoint.save_final is false{}", step, warnings_above());
     return;
   }
   const bool is_side = config.finetune.method == FinetuneMethod::kQst;
   log_info(
       "step {} was the last; the model is in {}; next: parka eval {}, parka generate {} --prompt TEXT, or parka "
-      "export {} {}",
+      "export {} {}{}",
       step, step_folder_path(folder, step), word, word, word,
-      is_side ? "--adapter --out FOLDER" : "--out FOLDER for Hugging Face");
+      is_side ? "--adapter --out FOLDER" : "--out FOLDER for Hugging Face", warnings_above());
 }
 
 }  // namespace parka
