@@ -133,7 +133,7 @@ class ConfigReader {
 
 // The value of an override, as the JSON that a file would have held.
 json override_value(const ConfigField& field, const std::string& text) {
-  json value = json::parse(text, nullptr, /*allow_exceptions=*/false);
+  json value = parse_json_if_valid(text);
   const bool holds_text =
       std::holds_alternative<TextField>(field.target) || std::holds_alternative<EnumField>(field.target);
   if (value.is_discarded() || (holds_text && !value.is_string())) return text;

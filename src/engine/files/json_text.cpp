@@ -1,7 +1,9 @@
 #include "engine/files/json_text.h"
 
 #include <algorithm>
-#include <set>
+#include <optional>
+#include <unordered_set>
+#include <utility>
 #include <vector>
 
 #include "core/error.h"
@@ -10,6 +12,7 @@ namespace parka {
 namespace {
 
 using nlohmann::json;
+using nlohmann::ordered_json;
 
 struct Position {
   size_t line;
@@ -39,48 +42,135 @@ std::string_view reason_of(const json::exception& error) {
   return what;
 }
 
-// Watches the parser's events for what JSON allows and we do not: repeated keys, and nesting so deep that code
-// which walks the tree by recursion could run out of stack.
-class StructureCheck {
- public:
-  explicit StructureCheck(std::string_view source) : source_(source) {}
+// A member whose key is new: `object` is not searched, which ordered_json would do from its beginning.
+void add_member(json::object_t& object, const std::string& key) { object.emplace(key, nullptr); }
+void add_member(ordered_json::object_t& object, const std::string& key) { object.push_back({key, nullptr}); }
+json& last_member(json& object, const std::string& key) { return object.find(key).value(); }
+ordered_json& last_member(ordered_json& object, const std::string& /*key*/) {
+  return object.get_ref<ordered_json::object_t&>().back().second;
+}
 
-  bool operator()(int depth, json::parse_event_t event, const json& parsed) {
-    constexpr int kDeepest = 64;
-    switch (event) {
-      case json::parse_event_t::object_start:
-      case json::parse_event_t::array_start:
-        if (depth >= kDeepest) throw_bad_input("{}: nested deeper than {}", printable(source_), kDeepest);
-        open_.push_back({{}, event == json::parse_event_t::array_start ? "[]" : ""});
-        break;
-      case json::parse_event_t::key: add_key(parsed.get_ref<const std::string&>()); break;
-      case json::parse_event_t::object_end:
-      case json::parse_event_t::array_end: open_.pop_back(); break;
-      case json::parse_event_t::value: break;
+// Builds the tree from the parser's events, in time linear in the text: the library's own way to watch them looks
+// through the parent at the end of each object. It refuses what JSON allows and we do not: repeated keys, and
+// nesting so deep that code which walks the tree by recursion could run out of stack.
+template <typename Json>
+class Builder final : public nlohmann::json_sax<Json> {
+ public:
+  Builder(std::string_view source, const std::set<std::string>& left_out) : source_(source), left_out_(left_out) {}
+
+  Json take() { return std::move(root_); }
+  std::optional<json::parse_error> syntax_error;  // of the text, with which the parser has ended
+
+  bool null() override { return add(nullptr); }
+  bool boolean(bool value) override { return add(value); }
+  bool number_integer(int64_t value) override { return add(value); }
+  bool number_unsigned(uint64_t value) override { return add(value); }
+  bool number_float(double value, const std::string& /*text*/) override { return add(value); }
+  bool string(std::string& value) override { return add(std::move(value)); }
+  bool binary(typename Json::binary_t& /*value*/) override { return false; }
+  bool start_object(size_t /*size*/) override { return open(Json::object()); }
+  bool start_array(size_t /*size*/) override { return open(Json::array()); }
+  bool end_object() override { return close(); }
+  bool end_array() override { return close(); }
+
+  bool key(std::string& value) override {
+    Level& level = open_.back();
+    if (!level.keys.insert(value).second) {
+      level.key = std::move(value);
+      throw_bad_input("{}: {}: given twice; keep one", printable(source_), printable(path()));
     }
+    level.key = std::move(value);
     return true;
+  }
+
+  bool parse_error(size_t /*byte*/, const std::string& /*token*/, const json::exception& error) override {
+    if (const auto* syntax = dynamic_cast<const json::parse_error*>(&error)) {
+      syntax_error.emplace(*syntax);
+      return false;
+    }
+    throw_bad_input("{}: {}", printable(source_), printable(reason_of(error)));
   }
 
  private:
   struct Level {
-    std::set<std::string> keys;
-    std::string current;  // the key whose value is being read
+    Json* value;  // null: it is left out
+    std::unordered_set<std::string> keys = {};
+    std::string key = {};  // whose value is being read
   };
 
-  void add_key(const std::string& key) {
-    open_.back().current = key;
-    if (open_.back().keys.insert(key).second) return;
+  std::string path() const {
     std::string path;
     for (const Level& level : open_) {
       if (!path.empty()) path += '.';
-      path += level.current;
+      path += level.value != nullptr && level.value->is_array() ? "[]" : level.key;
     }
-    throw_bad_input("{}: {}: given twice; keep one", printable(source_), printable(path));
+    return path;
+  }
+
+  // Its place in the tree; null where it is left out.
+  Json* place(Json&& value) {
+    if (open_.empty()) {
+      root_ = std::move(value);
+      return &root_;
+    }
+    Level& level = open_.back();
+    if (level.value == nullptr || (open_.size() == 1 && left_out_.contains(level.key))) return nullptr;
+    if (level.value->is_array()) {
+      level.value->push_back(std::move(value));
+      return &level.value->back();
+    }
+    add_member(level.value->template get_ref<typename Json::object_t&>(), level.key);
+    Json& member = last_member(*level.value, level.key);
+    member = std::move(value);
+    return &member;
+  }
+
+  template <typename T>
+  bool add(T&& value) {
+    place(Json(std::forward<T>(value)));
+    return true;
+  }
+
+  bool open(Json&& empty) {
+    constexpr size_t kDeepest = 64;
+    if (open_.size() >= kDeepest) throw_bad_input("{}: nested deeper than {}", printable(source_), kDeepest);
+    open_.push_back({place(std::move(empty))});
+    return true;
+  }
+
+  bool close() {
+    open_.pop_back();
+    return true;
   }
 
   std::string_view source_;
+  const std::set<std::string>& left_out_;
+  Json root_;
   std::vector<Level> open_;
 };
+
+std::string_view without_byte_order_mark(std::string_view text) {
+  constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
+  if (text.starts_with(kByteOrderMark)) text.remove_prefix(kByteOrderMark.size());
+  return text;
+}
+
+template <typename Json>
+Json build(std::string_view text, Builder<Json>& builder, JsonComments comments) {
+  const bool is_whole = Json::sax_parse(text.begin(), text.end(), &builder, nlohmann::detail::input_format_t::json,
+                                        /*strict=*/true, comments == JsonComments::kAllowed);
+  return is_whole ? builder.take() : Json(json::value_t::discarded);
+}
+
+template <typename Json>
+Json build_if_valid(std::string_view text, const std::set<std::string>& left_out) {
+  try {
+    Builder<Json> builder("", left_out);
+    return build(without_byte_order_mark(text), builder, JsonComments::kRefused);
+  } catch (const Error&) {
+    return Json(json::value_t::discarded);
+  }
+}
 
 }  // namespace
 
@@ -112,22 +202,21 @@ std::string printable(std::string_view text) {
 }
 
 json parse_json_text(std::string_view text, std::string_view source, JsonComments comments) {
-  constexpr std::string_view kByteOrderMark = "\xEF\xBB\xBF";
-  if (text.starts_with(kByteOrderMark)) text.remove_prefix(kByteOrderMark.size());
-  StructureCheck check(source);
-  // Passed by reference: the parser copies its callback.
-  const auto callback = [&check](int depth, json::parse_event_t event, json& parsed) {
-    return check(depth, event, parsed);
-  };
-  try {
-    return json::parse(text, callback, /*allow_exceptions=*/true, comments == JsonComments::kAllowed);
-  } catch (const json::parse_error& error) {
-    const Position at = locate(text, error.byte);
-    throw_bad_input("{}:{}:{}: {}; the line: {}", printable(source), at.line, at.column,
-                    printable(reason_of(error)), at.line_text.empty() ? "(empty)" : printable(at.line_text));
-  } catch (const json::exception& error) {
-    throw_bad_input("{}: {}", printable(source), printable(reason_of(error)));
-  }
+  const std::set<std::string> none;
+  Builder<json> builder(source, none);
+  text = without_byte_order_mark(text);
+  json parsed = build(text, builder, comments);
+  if (!builder.syntax_error) return parsed;
+  const Position at = locate(text, builder.syntax_error->byte);
+  throw_bad_input("{}:{}:{}: {}; the line: {}", printable(source), at.line, at.column,
+                  printable(reason_of(*builder.syntax_error)),
+                  at.line_text.empty() ? "(empty)" : printable(at.line_text));
 }
+
+json parse_json_if_valid(std::string_view text, const std::set<std::string>& left_out) {
+  return build_if_valid<json>(text, left_out);
+}
+
+ordered_json parse_ordered_json_if_valid(std::string_view text) { return build_if_valid<ordered_json>(text, {}); }
 
 }  // namespace parka

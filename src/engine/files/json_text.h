@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <set>
 #include <string>
 #include <string_view>
 
@@ -14,6 +15,12 @@ enum class JsonComments : uint8_t { kAllowed, kRefused };
 // deeper than 64, and text after the end.
 nlohmann::json parse_json_text(std::string_view text, std::string_view source,
                                JsonComments comments = JsonComments::kAllowed);
+
+// The same of text that may be anything: what is no JSON by these rules comes back as json::value_t::discarded. Of
+// an outermost object the members in `left_out` are not kept.
+nlohmann::json parse_json_if_valid(std::string_view text, const std::set<std::string>& left_out = {});
+// With the members of objects in the order of the text.
+nlohmann::ordered_json parse_ordered_json_if_valid(std::string_view text);
 
 bool is_utf8(std::string_view text);  // text that is not could not be written as JSON
 

@@ -197,18 +197,19 @@ std::string with_header_length(std::string_view header_text) {
 
 std::string encode_safetensors_header(const std::vector<SafetensorsEntry>& tensors,
                                       const SafetensorsMetadata& metadata) {
-  auto header = nlohmann::ordered_json::object();
-  if (!metadata.empty()) header[std::string(kMetadataKey)] = metadata;
+  nlohmann::ordered_json::object_t header;  // by its key a member would be looked for among all
+  if (!metadata.empty()) header.push_back({std::string(kMetadataKey), metadata});
   int64_t begin = 0;
   for (const SafetensorsEntry& tensor : tensors) {
     const int64_t end = begin + num_bytes_of(tensor.dtype, tensor.shape);
-    header[tensor.name] = {
-        {"dtype", format_name(tensor.dtype)}, {"shape", tensor.shape}, {"data_offsets", {begin, end}}};
+    header.push_back(
+        {tensor.name,
+         {{"dtype", format_name(tensor.dtype)}, {"shape", tensor.shape}, {"data_offsets", {begin, end}}}});
     begin = end;
   }
   std::string text;
   try {
-    text = header.dump();
+    text = nlohmann::ordered_json(std::move(header)).dump();
   } catch (const json::exception&) {
     throw_internal("a tensor's name is not UTF-8");
   }

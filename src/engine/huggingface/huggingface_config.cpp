@@ -332,7 +332,7 @@ std::optional<std::string> huggingface_dtype(const json& config) {
 }
 
 std::string with_huggingface_dtype(const std::string& config_text, DType dtype) {
-  ordered_json config = ordered_json::parse(config_text);
+  ordered_json config = parse_ordered_json_if_valid(config_text);
   config[config.contains("dtype") ? "dtype" : "torch_dtype"] = huggingface_name_of(dtype);
   for (const char* part : {"text_config", "vision_config"}) {
     if (!config.contains(part) || !config.at(part).is_object()) continue;

@@ -10,6 +10,7 @@
 #include "engine/config/data_description.h"
 #include "engine/config/data_sources.h"
 #include "engine/files/file_io.h"
+#include "engine/files/json_text.h"
 #include "engine/huggingface/llava_config.h"
 #include "engine/text/tokenizer_files.h"
 
@@ -39,7 +40,7 @@ bool differ(const json& of_data, const std::vector<double>& of_model) {
 json read_processor(const fs::path& path) {
   constexpr int64_t kMaxBytes = int64_t{1} << 30;
   if (!file_exists(path.string())) return nullptr;
-  return json::parse(read_text(path.string(), kMaxBytes), nullptr, /*allow_exceptions=*/false);
+  return parse_json_if_valid(read_text(path.string(), kMaxBytes));
 }
 
 // "crop", "pad" or "stretch": that of preprocessor_config.json or processor_config.json in the folder, as

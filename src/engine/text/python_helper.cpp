@@ -54,7 +54,7 @@ PythonHelper::PythonHelper(const std::string& script, const std::vector<std::str
 
 json PythonHelper::receive() {
   const std::string line = process_.receive(kPatience);
-  json answer = json::parse(line, nullptr, /*allow_exceptions=*/false);
+  json answer = parse_json_if_valid(line);
   if (!answer.is_object()) throw_io("{}: \"{}\" is no answer of it", script_, printable(line));
   if (answer.contains("error")) throw Error(ExitCode::kBadInput, answer.at("error").get<std::string>());
   return answer;

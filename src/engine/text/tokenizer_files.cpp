@@ -12,6 +12,7 @@
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/files/draft_folder.h"
 #include "engine/files/file_io.h"
+#include "engine/files/json_text.h"
 #include "engine/huggingface/huggingface_origin.h"
 #include "engine/text/image_geometry.h"
 
@@ -66,12 +67,9 @@ bool is_copy(const std::string& copy, const std::string& source) {
          });
 }
 
-json read_without(const std::string& path, const std::set<json>& keys) {
+json read_without(const std::string& path, const std::set<std::string>& keys) {
   constexpr int64_t kMaxBytes = int64_t{1} << 30;
-  const auto keep = [&](int depth, json::parse_event_t event, json& parsed) {
-    return depth != 1 || event != json::parse_event_t::key || !keys.contains(parsed);
-  };
-  return json::parse(read_text(path, kMaxBytes), keep, /*allow_exceptions=*/false);
+  return parse_json_if_valid(read_text(path, kMaxBytes), keys);
 }
 
 // Only what the functions below look at: a vocabulary is long.
