@@ -368,6 +368,34 @@ class Metrics(RunFolders):
         with open(self.metrics_path, "w", encoding="utf-8") as file:
             file.write(text)
 
+    def test_metrics_that_are_no_file_are_refused_at_once(self):
+        self.assert_exit(self.train(self.config), 0)
+        for kind in ("/dev/zero", "/dev/random", "a pipe", "a folder"):
+            with self.subTest(kind):
+                path = self.path("run/metrics.jsonl")
+                shutil.rmtree(path) if os.path.isdir(path) else os.remove(path)
+                if kind == "a pipe":
+                    os.mkfifo(path)
+                elif kind == "a folder":
+                    os.mkdir(path)
+                else:
+                    os.symlink(kind, path)
+                result = self.train(self.config, "--set", "training.steps=10")
+                self.assert_exit(result, BAD_INPUT)
+                self.assertIn(f"{self.metrics_path}: is not a regular file", result.stderr)
+
+    def test_warnings_are_marked_and_counted(self):
+        self.assertNotIn("warning", self.train(self.config).stderr)
+        for damage, count in ((["metrics.jsonl"], 1), (["metrics.jsonl", "step_00000010/manifest.json"], 3), (["step_00000012/manifest.json"], 2)):
+            with self.subTest(damage):
+                for name in damage:
+                    with open(self.path(f"run/{name}"), "ab") as file:
+                        file.write(b"{torn")
+                self.config["training"]["steps"] += 2
+                log = self.train(self.config).stderr.splitlines()
+                self.assertEqual(sum(" warning: " in line for line in log), count, log)
+                self.assertIn(f"{count} warning{'s' if count > 1 else ''}, see above", log[-1])
+
     def test_missing_records_are_told_when_a_run_goes_on(self):
         self.assert_exit(self.train(self.config), 0)
         with open(self.metrics_path, encoding="utf-8") as file:
@@ -401,7 +429,7 @@ class Metrics(RunFolders):
         os.mkfifo(self.metrics_path)
         result = self.train(self.config)
         self.assert_exit(result, 2)
-        self.assertIn(f"{self.metrics_path}: is a pipe", result.stderr)
+        self.assertIn(f"{self.metrics_path}: is not a regular file", result.stderr)
 
     def test_a_link_stays_a_link(self):
         self.assert_exit(self.train(self.config), 0)

@@ -1,3 +1,4 @@
+#include <algorithm>
 #include <filesystem>
 #include <string>
 
@@ -96,4 +97,34 @@ TEST_CASE("a file that has the name of a draft is not removed to find out whethe
   write_file(folder / "out.tmp", "of someone");
   CHECK(refusal([&] { check_output(folder / "out"); }).find("out.tmp: exists already") != std::string::npos);
   CHECK(read_file(folder / "out.tmp") == "of someone");
+}
+
+TEST_CASE("a file is read line by line from its end", "[engine][files]") {
+  const parka::test::TemporaryFolder folder;
+  const std::string path = folder / "lines";
+  const std::string longer(3 << 20, 'x'), piece(1 << 20, 'y');  // than what is read at a time, and as long
+  const auto lines = GENERATE_COPY(std::vector<std::string>{}, std::vector<std::string>{""},
+                                   std::vector<std::string>{"a", "", "bc", ""},
+                                   std::vector<std::string>{longer, "", piece, "z", longer},
+                                   std::vector<std::string>{piece.substr(1), piece, piece.substr(1), "a"},
+                                   std::vector<std::string>(40000, std::string(99, 'l')));
+  const bool ends = GENERATE(true, false);
+  std::string all;
+  for (const std::string& line : lines) all += line + "\n";
+  if (!ends && !lines.empty() && !lines.back().empty()) all.pop_back();
+  parka::test::write_file(path, all);
+  std::vector<std::string> read;
+  bool stands_there = true;
+  for_each_line_from_end(InputFile(path), [&](std::string_view line, int64_t begin) {
+    stands_there = stands_there && all.compare(static_cast<size_t>(begin), line.size(), line) == 0;
+    read.emplace_back(line);
+    return true;
+  });
+  CHECK(stands_there);
+  std::reverse(read.begin(), read.end());
+  CHECK((read == lines));
+  if (lines.size() < 3) return;
+  size_t visited = 0;
+  for_each_line_from_end(InputFile(path), [&](std::string_view, int64_t) { return ++visited < 2; });
+  CHECK(visited == 2);
 }

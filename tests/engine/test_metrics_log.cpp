@@ -1,15 +1,19 @@
 #include "engine/training/metrics_log.h"
 
 #include <csignal>
+#include <filesystem>
 #include <limits>
 
 #include <sys/resource.h>
+#include <sys/stat.h>
 
+#include "engine/training/run_folder.h"
 #include "engine/training/run_records.h"
 #include "tests/engine/checkpoint_fixture.h"
 
 using namespace parka;
 using namespace parka::test;
+namespace fs = std::filesystem;
 
 TEST_CASE("metrics are whole lines that are there at once and are only added to", "[engine][metrics]") {
   const TemporaryFolder folder;
@@ -165,4 +169,49 @@ TEST_CASE("a run whose metrics were rotated keeps its goodput", "[engine][metric
   const RunHistory history = read_history(path, 102);
   CHECK(history.wall_seconds == 1300);
   CHECK(history.step_seconds == 900);
+}
+
+TEST_CASE("of long metrics a resumed run reads the end", "[engine][metrics]") {
+  const TemporaryFolder folder;
+  const std::string path = folder / "metrics.jsonl";
+  // What is before the records of the last steps is of no use, and would change what is found.
+  std::string all = "{\"kind\":\"start\",\"earlier_seconds\":1}\n{\"torn\n";
+  const std::string filler = "{\"kind\":\"moments\",\"step\":1,\"text\":\"" + std::string(1000, 'x') + "\"}\n";
+  while (all.size() < 40u << 20) all += filler;
+  const std::string start = "{\"kind\":\"start\",\"step\":0,\"earlier_seconds\":50,\"gemm_tuning\":\"a.json\"}\n";
+  all += start;
+  const auto train = [](int64_t step) {
+    return fmt::format("{{\"kind\":\"train\",\"step\":{},\"goodput\":0.5,\"wall_seconds\":{}}}\n", step, 10 * step);
+  };
+  for (int64_t step = 1; step <= 4; ++step) all += train(step);
+  const std::string kept = all;
+  write_file(path, kept + train(5));
+  CHECK(MetricsLog::truncate_after(path, 4).unreadable == 0);
+  CHECK(read_file(path) == kept);
+  for (int i = 0; i < 20000; ++i) all += filler;  // of step 1, as if written late
+  const std::string late = all;
+  write_file(path, late + train(5) + "{\"kind\":\"train\",\"st");
+  const MetricsLog::Truncated removed = MetricsLog::truncate_after(path, 4);
+  CHECK(removed.later == 1);
+  CHECK(removed.unreadable == 1);
+  CHECK(removed.missing == 0);
+  CHECK(read_file(path) == late);
+  const RunHistory history = read_history(path, 4);
+  CHECK(history.wall_seconds == 50 + 40);
+  CHECK(history.step_seconds == 0.5 * (50 + 40));
+  CHECK(history.gemm_tuning == "a.json");
+}
+
+TEST_CASE("metrics that are no regular file are refused before they are read", "[engine][metrics]") {
+  const TemporaryFolder folder;
+  const std::string path = folder / "metrics.jsonl";
+  const std::string kind = GENERATE("zero", "null", "pipe", "folder");
+  CAPTURE(kind);
+  if (kind == "pipe") REQUIRE(::mkfifo(path.c_str(), 0600) == 0);
+  if (kind == "folder") fs::create_directory(path);
+  if (kind == "zero" || kind == "null") fs::create_symlink("/dev/" + kind, path);
+  CHECK(error_of([&] { read_history(path, 3); }).code() == ExitCode::kBadInput);
+  CHECK(error_of([&] { MetricsLog::truncate_after(path, 3); }).code() == ExitCode::kBadInput);
+  CHECK(error_of([&] { MetricsLog::begin_anew(path); }).code() == ExitCode::kBadInput);
+  CHECK(error_of([&] { check_run_folder(folder.path(), "{}"); }).code() == ExitCode::kBadInput);
 }

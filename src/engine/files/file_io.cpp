@@ -193,6 +193,36 @@ void InputFile::read(int64_t offset, std::span<std::byte> out) const {
   }
 }
 
+void for_each_line_from_end(const InputFile& file,
+                            const std::function<bool(std::string_view line, int64_t begin)>& visit) {
+  constexpr int64_t kPieceBytes = int64_t{1} << 20, kLongestLine = int64_t{64} << 20;
+  std::string piece, rest;  // `rest`: the end of a line that begins before `at`
+  int64_t at = file.num_bytes();
+  bool is_last = true;  // a line end at the end of the file ends the last line, and begins none
+  while (at > 0) {
+    const int64_t begin = std::max<int64_t>(0, at - kPieceBytes);
+    piece.resize(static_cast<size_t>(at - begin));
+    file.read(begin, std::as_writable_bytes(std::span(piece)));
+    at = begin;
+    std::string_view left = piece;
+    if (is_last && left.ends_with('\n')) left.remove_suffix(1);
+    is_last = false;
+    for (size_t end; (end = left.rfind('\n')) != std::string_view::npos; left = left.substr(0, end)) {
+      if (!rest.empty()) rest.insert(0, left.substr(end + 1));
+      const std::string_view line = rest.empty() ? left.substr(end + 1) : std::string_view(rest);
+      if (!visit(line, begin + static_cast<int64_t>(end) + 1)) return;
+      rest.clear();
+    }
+    rest.insert(0, left);
+    if (static_cast<int64_t>(rest.size()) > kLongestLine) {
+      throw_bad_input(
+          "{}: has a line of more than {} MiB at its byte {}, which no run has written; rename the file",
+          file.path(), kLongestLine >> 20, begin);
+    }
+  }
+  if (file.num_bytes() > 0) visit(rest, 0);
+}
+
 std::string read_text(const std::string& path, int64_t max_bytes, NoPermission no_permission) {
   const InputFile file(path, no_permission);
   if (file.num_bytes() > max_bytes) {
@@ -270,10 +300,24 @@ OutputFile open_draft(const std::string& draft) {
 }  // namespace
 
 void replace_file(const std::string& path, std::string_view content) {
+  replace_file(path, [&](OutputFile& file) { file.write(as_bytes(content)); });
+}
+
+void copy_bytes(const InputFile& from, int64_t begin, int64_t end, OutputFile& to) {
+  constexpr int64_t kPieceBytes = int64_t{1} << 20;
+  std::vector<std::byte> piece;
+  for (; begin < end; begin += kPieceBytes) {
+    piece.resize(static_cast<size_t>(std::min(kPieceBytes, end - begin)));
+    from.read(begin, piece);
+    to.write(piece);
+  }
+}
+
+void replace_file(const std::string& path, const std::function<void(OutputFile& file)>& write) {
   const std::string draft = path + ".tmp";
   OutputFile file = open_draft(draft);
   try {
-    file.write(as_bytes(content));
+    write(file);
     file.sync();
     file.close();
     rename_path(draft, path);

@@ -101,6 +101,12 @@ class InputFile {
   int64_t num_bytes_ = 0;
 };
 
+// Calls `visit` with the lines of a file, without their ends, from its last to its first, until it returns false;
+// `begin` is where the line stands. A piece of the file is in memory at a time. Throws Error(kBadInput) where a
+// line is longer than any that a run writes.
+void for_each_line_from_end(const InputFile& file,
+                            const std::function<bool(std::string_view line, int64_t begin)>& visit);
+
 // The whole file. Throws Error(kBadInput) if it is larger than `max_bytes`.
 std::string read_text(const std::string& path, int64_t max_bytes,
                       NoPermission no_permission = NoPermission::kIsBadInput);
@@ -122,6 +128,9 @@ void sync_directory(const std::string& path);
 // Replaces the content of the file at `path` atomically: at every moment, even after a crash, it is the old or the
 // new.
 void replace_file(const std::string& path, std::string_view content);
+void replace_file(const std::string& path, const std::function<void(OutputFile& file)>& write);
+// Writes the bytes from `begin` to `end` of a file into another, a piece in memory at a time.
+void copy_bytes(const InputFile& from, int64_t begin, int64_t end, OutputFile& to);
 
 // Writes a file that the command line names: replaces it as above. A link stays, and what it leads to is replaced.
 // A device, a pipe and what this process prints to are written into.

@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <cerrno>
 #include <filesystem>
-#include <limits>
 #include <string_view>
 #include <system_error>
 #include <utility>
@@ -14,6 +13,7 @@
 #include <unistd.h>
 
 #include "core/error.h"
+#include "engine/files/json_text.h"
 
 namespace parka {
 namespace {
@@ -26,14 +26,6 @@ FileDescriptor open_for_adding(const std::string& path) {
   return FileDescriptor(fd);
 }
 
-void for_each_line(std::string_view all, const std::function<void(std::string_view line)>& action) {
-  for (size_t begin = 0; begin < all.size();) {
-    const size_t end = std::min(all.find('\n', begin), all.size());
-    action(all.substr(begin, end - begin));
-    begin = end + 1;
-  }
-}
-
 bool is_train_record(const nlohmann::json& record) {
   return record.is_object() && record.value("kind", nlohmann::json()) == "train" && record.contains("step") &&
          record["step"].is_number_integer();
@@ -42,6 +34,12 @@ bool is_train_record(const nlohmann::json& record) {
 bool is_of_step(const nlohmann::json& record, int64_t step) {
   const auto at = record.find("step");
   return at != record.end() && *at == step;
+}
+
+bool ends_with_line_end(const InputFile& file) {
+  char last = '\n';
+  if (file.num_bytes() > 0) file.read(file.num_bytes() - 1, std::as_writable_bytes(std::span(&last, 1)));
+  return last == '\n';
 }
 
 // Renames the file to the first of FILE.1, FILE.2, ... that there is not; returns that name.
@@ -117,57 +115,109 @@ void MetricsLog::sync() {
   if (::fdatasync(file_.get()) == -1 && errno != EINVAL) throw_io_error("sync", path_, errno);
 }
 
-MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_t step,
-                                                 const std::set<std::string>& made_again) {
-  Truncated result;
-  std::error_code error;
-  const bool is_there = fs::exists(path, error);
-  const std::string all = is_there ? read_text(path, std::numeric_limits<int64_t>::max()) : "";
-  std::string kept;
-  std::vector<bool> has_record(static_cast<size_t>(step) + 1);  // of a training step
-  for_each_line(all, [&](std::string_view line) {
-    const auto record = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
+namespace {
+
+// How many bytes from the end are looked at, and more up to a record of training of an earlier step: what is before
+// was looked at by an earlier start, and the file of a long run takes a minute to parse.
+constexpr int64_t kLooked = int64_t{16} << 20;
+
+// What a resumed run takes out of the end of its metrics.
+class MetricsEnd {
+ public:
+  MetricsEnd(const InputFile& file, int64_t step, const std::set<std::string>& made_again)
+      : step_(step), made_again_(made_again) {
+    for_each_line_from_end(file, [&](std::string_view line, int64_t begin) {
+      const bool goes_on = take(line, file.num_bytes() - begin > kLooked);
+      untouched_ = goes_on ? 0 : begin;
+      return goes_on;
+    });
+    std::reverse(lines_.begin(), lines_.end());
+    find_missing();
+  }
+
+  bool removes() const { return result.unreadable + result.later + result.evaluations > 0; }
+  // Whether it has no record at all.
+  bool is_foreign() const {
+    return result.unreadable > 0 && lines_.empty() && result.later == 0 && result.evaluations == 0;
+  }
+
+  void write(const InputFile& file, OutputFile& out) const {
+    copy_bytes(file, 0, untouched_, out);
+    for (const std::string& line : lines_) out.write(as_bytes(line + "\n"));
+  }
+
+  MetricsLog::Truncated result;
+
+ private:
+  // Returns false where no line before this one needs a look.
+  bool take(std::string_view line, bool is_far) {
+    const nlohmann::json record = parse_json_if_valid(line);
     if (!record.is_object()) {
       ++result.unreadable;
-    } else if (is_of_later_step(record, step)) {
+    } else if (is_of_later_step(record, step_)) {
       ++result.later;
-    } else if (is_of_step(record, step) && made_again.contains(evaluated(record))) {
+    } else if (is_of_step(record, step_) && made_again_.contains(evaluated(record))) {
       ++result.evaluations;
     } else {
-      kept.append(line) += '\n';
-      if (!is_train_record(record)) return;
-      const auto of_step = record["step"].get<int64_t>();
-      if (of_step >= 0) has_record[static_cast<size_t>(of_step)] = true;
+      lines_.emplace_back(line);
+      if (is_train_record(record)) trained_.insert(record["step"].get<int64_t>());
+      return !is_far || trained_.empty() || *trained_.begin() >= step_;
     }
-  });
-  for (int64_t i = 1; i <= step; ++i) {
-    if (has_record[static_cast<size_t>(i)]) continue;
-    ++result.missing;
-    result.last_missing = i;
-    if (result.first_missing == 0) result.first_missing = i;
+    return true;
   }
-  if (result.unreadable > 0 && kept.empty() && result.later == 0 && result.evaluations == 0) {
-    result.set_aside = keep_beside(fs::canonical(path));
-  } else if (kept != all) {
-    replace_file(fs::canonical(path), kept);
+
+  // Of the steps behind the oldest that was looked at, or behind the first where the look has come to the
+  // beginning.
+  void find_missing() {
+    const int64_t first = untouched_ > 0 ? *trained_.begin() : 1;
+    for (int64_t i = std::max<int64_t>(first, 1); i <= step_; ++i) {
+      if (trained_.contains(i)) continue;
+      ++result.missing;
+      result.last_missing = i;
+      if (result.first_missing == 0) result.first_missing = i;
+    }
   }
-  return result;
+
+  const int64_t step_;
+  const std::set<std::string>& made_again_;
+  std::vector<std::string> lines_;  // that stay, behind the first `untouched_` bytes
+  int64_t untouched_ = 0;
+  std::set<int64_t> trained_;
+};
+
+}  // namespace
+
+MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_t step,
+                                                 const std::set<std::string>& made_again) {
+  std::error_code error;
+  if (!fs::exists(path, error)) {
+    Truncated nothing;
+    nothing.missing = step;
+    if (step > 0) nothing.first_missing = 1, nothing.last_missing = step;
+    return nothing;
+  }
+  const InputFile file(fs::canonical(path));
+  MetricsEnd end(file, step, made_again);
+  if (end.is_foreign()) {
+    end.result.set_aside = keep_beside(file.path());
+  } else if (end.removes() || !ends_with_line_end(file)) {
+    replace_file(file.path(), [&](OutputFile& out) { end.write(file, out); });
+  }
+  return end.result;
 }
 
 std::string MetricsLog::begin_anew(const std::string& path) {
   std::error_code error;
   if (!fs::exists(path, error)) return {};
-  const std::string all = read_text(path, std::numeric_limits<int64_t>::max());
+  const InputFile file(fs::canonical(path));
   bool has_steps = false;
-  for_each_line(all, [&](std::string_view line) {
-    has_steps = has_steps || is_train_record(nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false));
+  for_each_line_from_end(file, [&](std::string_view line, int64_t /*begin*/) {
+    has_steps = is_train_record(parse_json_if_valid(line));
+    return !has_steps;
   });
-  const std::string file = fs::canonical(path);
-  if (!has_steps) {
-    if (!all.empty()) replace_file(file, "");
-    return {};
-  }
-  return keep_beside(file);
+  if (has_steps) return keep_beside(file.path());
+  if (file.num_bytes() > 0) replace_file(file.path(), "");
+  return {};
 }
 
 }  // namespace parka

@@ -43,13 +43,15 @@ class MetricsLog {
     int64_t evaluations = 0;  // records of evaluations at `step` that were removed
     int64_t unreadable = 0;   // lines removed because they are not a JSON object: torn by a crash
     std::string set_aside;    // new name of a file that had nothing else
-    // Of the steps up to `step`, those without a record of kind "train": how many, the first and the last; 0: none.
+    // Of the steps up to `step` that a resumed run looks at, those without a record of kind "train": how many, the
+    // first and the last; 0: none.
     int64_t missing = 0, first_missing = 0, last_missing = 0;
   };
   // For a run that resumes after `step`: removes the records of later steps, in one atomic replacement. All other
-  // lines stay byte for byte. A missing file is fine; if the path is a link, its target is replaced. Evaluations at
-  // `step` of what is `made_again`, by evaluated(), are removed too. A file without any record is renamed to
-  // <path>.1 and so on: it is no run's.
+  // lines stay byte for byte. It reads the file from its end, up to records of earlier steps, but all of a short
+  // one: what is before them earlier starts have looked at. A missing file is fine; if the path is a link, its
+  // target is replaced. Evaluations at `step` of what is `made_again`, by evaluated(), are removed too. A file
+  // without any record is renamed to <path>.1 and so on: it is no run's.
   static Truncated truncate_after(const std::string& path, int64_t step,
                                   const std::set<std::string>& made_again = {});
 

@@ -17,6 +17,7 @@
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/files/file_io.h"
+#include "engine/files/json_text.h"
 
 namespace parka {
 namespace {
@@ -39,7 +40,7 @@ bool has_been_run_in(const std::string& folder) {
 // Whether this is how a run writes its config, also one of an older Parka, which had fewer keys: every section, and
 // not a byte that the writer would not have put there.
 bool is_resolved_config(const std::string& text) {
-  const ordered_json root = ordered_json::parse(text, nullptr, /*allow_exceptions=*/false);
+  const ordered_json root = parse_ordered_json_if_valid(text);
   if (!root.is_object() || root.dump(2) + "\n" != text) return false;
   constexpr const char* kSections[] = {"model", "precision", "optimizer", "data", "training", "checkpoint"};
   return std::all_of(std::begin(kSections), std::end(kSections), [&](const char* section) {
@@ -50,15 +51,14 @@ bool is_resolved_config(const std::string& text) {
 
 // Whether a run wrote a line of this file.
 bool has_record_of_run(const std::string& path) {
-  const std::string all = read_text(path, INT64_MAX);
-  for (size_t begin = 0; begin < all.size();) {
-    const size_t end = std::min(all.find('\n', begin), all.size());
-    const json record = json::parse(all.begin() + static_cast<std::ptrdiff_t>(begin),
-                                    all.begin() + static_cast<std::ptrdiff_t>(end), nullptr, false);
-    if (record.is_object() && record.contains("kind") && record.contains("step")) return true;
-    begin = end + 1;
-  }
-  return all.empty();
+  const InputFile file(path);
+  bool found = file.num_bytes() == 0;
+  for_each_line_from_end(file, [&](std::string_view line, int64_t /*begin*/) {
+    const json record = parse_json_if_valid(line);
+    found = record.is_object() && record.contains("kind") && record.contains("step");
+    return !found;
+  });
+  return found;
 }
 
 void check_config(const std::string& folder, bool has_been_run, const std::string& config_text) {
@@ -75,8 +75,8 @@ void check_config(const std::string& folder, bool has_been_run, const std::strin
 void check_metrics(const std::string& folder, bool has_been_run) {
   const std::string path = folder + "/metrics.jsonl";
   std::error_code ignored;
-  if (fs::is_fifo(path, ignored) || fs::is_socket(path, ignored)) {
-    throw_bad_input("{}: is a pipe or a socket, and a run must read its metrics again: remove it", path);
+  if (fs::exists(path, ignored) && !fs::is_regular_file(path, ignored)) {
+    throw_bad_input("{}: is not a regular file, and a run must read its metrics again: remove it", path);
   }
   if (has_been_run || !file_exists(path) || has_record_of_run(path)) return;
   throw_bad_input(

@@ -5,13 +5,14 @@
 #include <ctime>
 #include <exception>
 #include <filesystem>
-#include <fstream>
 #include <system_error>
 #include <utility>
 
 #include <fmt/format.h>
 
 #include "core/error.h"
+#include "engine/files/file_io.h"
+#include "engine/files/json_text.h"
 
 namespace parka {
 namespace {
@@ -30,31 +31,81 @@ bool is_finished_evaluation(const std::string& kind, const nlohmann::json& recor
 
 }  // namespace
 
-RunHistory read_history(const std::string& metrics_path, int64_t step) {
-  RunHistory history;
-  std::ifstream file(metrics_path);
-  double earlier = 0, latest = 0;  // before the newest start, and in it
-  for (std::string line; std::getline(file, line);) {
-    const auto record = nlohmann::json::parse(line, nullptr, /*allow_exceptions=*/false);
-    if (!record.is_object() || !record.contains("kind") || !record["kind"].is_string()) continue;
+namespace {
+
+// Takes lines from the last to the first. What is before the newest record of an earlier step tells only of starts,
+// and of the file of a long run nothing else is parsed.
+class HistoryReader {
+ public:
+  explicit HistoryReader(int64_t step) : step_(step) {}
+
+  // Returns false once no line before this one matters.
+  bool take(std::string_view line) {
+    const bool is_settled = has_earlier_step_ && goodput_ > 0;
+    if (is_settled && has_start_ && is_counted_) return false;
+    if (is_settled && !line.starts_with(R"({"kind":"start")")) return true;
+    const auto record = parse_json_if_valid(line);
+    if (!record.is_object() || !record.contains("kind") || !record["kind"].is_string()) return true;
     const std::string kind = record["kind"];
-    if (kind == "start") {
-      earlier = number(record, "earlier_seconds");
-      latest = 0;
-      const auto tuning = record.find("gemm_tuning");
-      history.gemm_tuning = tuning != record.end() && tuning->is_string() ? tuning->get<std::string>() : "";
-    }
-    latest = std::max(latest, number(record, "wall_seconds"));
+    if (!has_start_) latest_ = std::max(latest_, number(record, "wall_seconds"));
+    if (kind == "start") take_start(record);
     const auto of_step = static_cast<int64_t>(number(record, "step"));
-    if (kind == "train" && of_step <= step) {
-      // By the record's own goodput: those before it may have gone with a file that was rotated.
-      const double of_steps = number(record, "goodput") * (earlier + number(record, "wall_seconds"));
-      history.step_seconds = of_steps > 0 ? of_steps : history.step_seconds + number(record, "seconds");
-    }
-    if (is_finished_evaluation(kind, record) && of_step == step) history.evaluations.insert(evaluated(record));
+    if (kind == "train" && of_step <= step_) take_step(record, of_step);
+    if (is_finished_evaluation(kind, record) && of_step == step_) history_.evaluations.insert(evaluated(record));
+    return true;
   }
-  history.wall_seconds = earlier + latest;
-  return history;
+
+  RunHistory finish() {
+    count_goodput(0);  // where its start is not there
+    history_.wall_seconds = earlier_ + latest_;
+    return history_;
+  }
+
+ private:
+  void take_start(const nlohmann::json& record) {
+    const double earlier = number(record, "earlier_seconds");
+    count_goodput(earlier);
+    if (has_start_) return;
+    has_start_ = true;
+    earlier_ = earlier;
+    const auto tuning = record.find("gemm_tuning");
+    if (tuning != record.end() && tuning->is_string()) history_.gemm_tuning = tuning->get<std::string>();
+  }
+
+  // By a record's own goodput: those before it may have gone with a file that was rotated. Older versions have
+  // none.
+  void take_step(const nlohmann::json& record, int64_t of_step) {
+    has_earlier_step_ = has_earlier_step_ || of_step < step_;
+    if (goodput_ > 0) return;
+    goodput_ = std::max(0.0, number(record, "goodput"));
+    wall_of_goodput_ = number(record, "wall_seconds");
+    if (goodput_ == 0) history_.step_seconds += number(record, "seconds");
+  }
+
+  void count_goodput(double earlier) {
+    if (goodput_ == 0 || is_counted_) return;
+    is_counted_ = true;
+    history_.step_seconds += goodput_ * (earlier + wall_of_goodput_);
+  }
+
+  const int64_t step_;
+  RunHistory history_;
+  bool has_start_ = false, has_earlier_step_ = false, is_counted_ = false;
+  double earlier_ = 0, latest_ = 0;  // before the newest start, and in it
+  double goodput_ = 0,
+         wall_of_goodput_ = 0;  // of the newest record that has it, and the time of its start up to it
+};
+
+}  // namespace
+
+RunHistory read_history(const std::string& metrics_path, int64_t step) {
+  HistoryReader reader(step);
+  std::error_code error;
+  if (std::filesystem::exists(metrics_path, error)) {
+    for_each_line_from_end(InputFile(metrics_path),
+                           [&](std::string_view line, int64_t /*begin*/) { return reader.take(line); });
+  }
+  return reader.finish();
 }
 
 std::string time_text(std::chrono::system_clock::time_point time) {
