@@ -120,6 +120,17 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
          c.training.micro_batch_size = 1024;
        },
        "an activation of"},
+      {[](Config& c) { c.data.sequence_length = 1 << 29; }, "attention scores"},
+      {[](Config& c) {
+         c.data.sequence_length = 1 << 24;
+         c.training.micro_batch_size = 1 << 10;
+       },
+       "data.sequence_length"},
+      {[](Config& c) {
+         c.data.sequence_length = kMaxDimension;
+         c.training.micro_batch_size = 1;
+       },
+       "training.micro_batch_size"},
       {[](Config& c) { c.training.steps = kMaxExactInteger; }, "training.steps x global_batch_size"},
       {[](Config& c) {
          apply_recipe(Recipe::kFp8Linear, c);

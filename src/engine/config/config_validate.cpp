@@ -179,6 +179,16 @@ void check_size(const Config& c) {
         "training.micro_batch_size or data.sequence_length smaller",
         tokens, width, kMostElements);
   }
+  // In 64 bits plans count what attention keeps of scores.
+  constexpr double kMostScores = 1e17;
+  const double scores =
+      tokens * static_cast<double>(c.data.sequence_length) * static_cast<double>(c.model.num_heads);
+  if (scores > kMostScores) {
+    throw_bad_input(
+        "training.micro_batch_size x data.sequence_length^2 x model.num_heads = {:.3g} attention scores, more than "
+        "{:.0e}; make data.sequence_length = {} or training.micro_batch_size = {} smaller",
+        scores, kMostScores, c.data.sequence_length, c.training.micro_batch_size);
+  }
   const double all_tokens = static_cast<double>(c.training.steps) *
                             static_cast<double>(c.training.global_batch_size) *
                             static_cast<double>(c.data.sequence_length);
