@@ -1,13 +1,16 @@
 #pragma once
 #include <string>
 
+#include "engine/files/file_io.h"
+
 namespace parka {
 
 // A new folder that gets its name only when it is complete; after an error it does not appear at all. Until then it
-// is <path>.tmp.
+// is <path>.tmp, with a file in it that this process has locked: one of a command that was killed is known by that,
+// and removed.
 class DraftFolder {
  public:
-  // Throws Error(kBadInput) if `path` exists: nothing is ever overwritten.
+  // Throws Error(kBadInput) if `path` exists: nothing is ever overwritten; or if another command writes the same.
   explicit DraftFolder(std::string path);
   DraftFolder(const DraftFolder&) = delete;
   DraftFolder& operator=(const DraftFolder&) = delete;
@@ -19,6 +22,7 @@ class DraftFolder {
 
  private:
   std::string path_, draft_;
+  FileDescriptor mark_{-1};
   bool published_ = false;
 };
 
