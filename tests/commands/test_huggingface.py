@@ -8,7 +8,7 @@ import subprocess
 import sys
 import unittest
 
-from parka_runs import PROGRAM, RunFolder, metrics, parka, tree_digest, write_tokens
+from parka_runs import PROGRAM, RunFolder, faulty_files, metrics, parka, tree_digest, write_tokens
 
 FIXTURES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures", "huggingface")
 NAMES = ["llama_mha", "llama3_gqa", "llama_tied", "olmo_untied", "olmo_tied", "mistral_window", "mistral_full", "llama_yarn",
@@ -424,6 +424,120 @@ class BadInput(HuggingFace):
         result = self.train(imported, "checkpoint.init_from=")
         self.assert_exit(result, 2)
         self.assertIn("checkpoint.init_from", result.stderr)
+
+
+class OtherForms(HuggingFace):
+    """Models in forms that other programs and the hub leave them in."""
+
+    POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:" + "0123456789abcdef" * 4 + "\nsize 123456789\n"
+
+    def imported(self, *arguments):
+        shutil.rmtree(self.path("imported"), ignore_errors=True)
+        return parka("import", self.model, "--out", self.path("imported"), *arguments)
+
+    def weights(self):
+        return tree_digest(self.path("imported"), only=lambda path: path.startswith("shard_"))
+
+    def write(self, name, text):
+        with open(os.path.join(self.model, name), "w", encoding="utf-8") as file:
+            file.write(text)
+
+    def test_pointers_of_git_lfs_are_called_that(self):
+        index = "model.safetensors.index.json"
+        for name in ("model.safetensors", "config.json", "tokenizer.json", "generation_config.json", index):
+            with self.subTest(name):
+                self.use("llama3_gqa")
+                self.write(name, self.POINTER)
+                result = self.imported()
+                self.assert_exit(result, 2)
+                self.assertRegex(result.stderr, rf"/{name}: .*git lfs pull")
+        os.makedirs(self.path("tokenizer"))
+        with open(self.path("tokenizer/tokenizer.json"), "w", encoding="utf-8") as file:
+            file.write(self.POINTER)
+        self.use("llama3_gqa")
+        self.assert_exit(self.imported(), 0)
+        result = parka("generate", self.path("imported"), "--prompt", "a", "--tokenizer", self.path("tokenizer"))
+        self.assert_exit(result, 2)
+        self.assertIn("git lfs pull", result.stderr)
+
+    def test_a_tied_matrix_may_have_either_name(self):
+        for name in ("llama_tied", "qwen3_tied", "gemma3_windows", os.path.join("..", "llava", "siglip_qwen2")):
+            self.use(name)
+            self.assert_exit(self.imported(), 0)
+            expected = self.weights()
+            for metadata in (False, True):
+                with self.subTest(name, metadata=metadata):
+                    self.use(name)
+
+                    def change(header):
+                        (embedding,) = [key for key in header if key.endswith("embed_tokens.weight")]
+                        head = "language_model.lm_head.weight" if embedding.startswith("language_model.") else "lm_head.weight"
+                        header[head] = header.pop(embedding)
+                        if metadata:
+                            header["__metadata__"] = {"format": "pt", embedding: head}
+                    edit_header(os.path.join(self.model, "model.safetensors"), change)
+                    self.assert_exit(self.imported(), 0)
+                    self.assertEqual(self.weights(), expected)
+                    # And what is exported is the file that came in.
+                    shutil.rmtree(self.path("out"), ignore_errors=True)
+                    self.assert_exit(parka("export", self.path("imported"), "--out", self.path("out")), 0)
+                    with open(os.path.join(self.model, "model.safetensors"), "rb") as one, open(self.path("out/model.safetensors"), "rb") as other:
+                        self.assertTrue(one.read() == other.read())
+
+    def test_whole_floats_are_sizes(self):
+        self.use("llama_yarn")
+        self.assert_exit(self.imported(), 0)
+        expected = self.weights()
+        for key in ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "vocab_size", "max_position_embeddings"):
+            with self.subTest(key):
+                self.use("llama_yarn")
+                edit_json(os.path.join(self.model, "config.json"), lambda config: config.update({key: float(config[key])}))
+                self.assert_exit(self.imported(), 0)
+                self.assertEqual(self.weights(), expected)
+        for written in ("16.5", "1e-1", "-8.0", "0.0"):
+            with self.subTest(written):
+                self.use("llama_yarn")
+                with open(os.path.join(self.model, "config.json"), encoding="utf-8") as file:
+                    text = file.read()
+                self.write("config.json", re.sub(r'("num_hidden_layers": )\d+', rf"\g<1>{written}", text))
+                result = self.imported()
+                self.assert_exit(result, 2)
+                self.assertRegex(result.stderr, rf"num_hidden_layers: .*got {float(written)}")
+
+    def test_folders_of_the_hubs_cache(self):
+        self.assert_exit(self.imported(), 0)
+        expected = self.weights()
+        cache = self.path("models--org--name")
+        for revision in ("one", "two"):
+            shutil.copytree(self.model, os.path.join(cache, "snapshots", revision))
+            self.model = cache
+            result = self.imported()
+            if revision == "one":
+                self.assert_exit(result, 0)
+                self.assertEqual(self.weights(), expected)
+            else:
+                self.assert_exit(result, 2)
+                self.assertIn("snapshots/two", result.stderr)
+            self.model = os.path.join(cache, "snapshots", "one")
+        self.model = os.path.join(cache, "snapshots")  # a folder above
+        self.assertIn("snapshots/one", self.imported().stderr)
+        os.remove(os.path.join(self.model, "one", "config.json"))
+        self.model = os.path.join(self.model, "one")
+        result = self.imported()
+        self.assert_exit(result, 2)
+        self.assertIn("has no config.json", result.stderr)
+
+    def test_what_a_killed_import_has_left_is_in_nobodys_way(self):
+        for rule in ("write:*/imported.tmp/shard_0.safetensors:KILL:1:1", "open:*/imported.tmp/huggingface/config.json:KILL:1:1",
+                     "mkdir:*/imported.tmp/huggingface:KILL:1:1"):
+            with self.subTest(rule):
+                killed = parka("import", self.model, "--out", self.path("imported"), env=faulty_files(rule))
+                self.assertEqual(killed.returncode, -9, killed.stderr)
+                self.assertTrue(os.path.exists(self.path("imported.tmp")))
+                self.assert_exit(self.imported(), 0)
+                self.assertEqual([name for name in os.listdir(self.folder) if "imported" in name], ["imported"])
+                self.assertNotIn(".unfinished", os.listdir(self.path("imported")))
+                shutil.rmtree(self.path("imported"))
 
 
 @unittest.skipIf(transformers is None, "torch or transformers is missing")

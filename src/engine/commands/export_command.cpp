@@ -278,7 +278,7 @@ class Exporter {
 
   // Whether the files of the origin have a place for each of these weights and nothing else.
   bool fits(const HuggingFaceLayout& layout, std::optional<DType> dtype) const {
-    size_t num_found = 0;
+    std::set<const HuggingFaceTensor*> found;
     for (const HuggingFaceLayout::File& file : layout.files) {
       for (const SafetensorsEntry& entry : file.header.tensors) {
         const HuggingFaceTensor* tensor = find(entry.name);
@@ -289,10 +289,10 @@ class Exporter {
         }
         if (tensor == nullptr || entry.shape != tensor->shape || !is_plain_float(entry.dtype)) return false;
         if (dtype && entry.dtype != *dtype) return false;
-        num_found += by_name_.contains(entry.name);
+        found.insert(tensor);
       }
     }
-    return num_found == tensors_.size();
+    return found.size() == tensors_.size();
   }
 
   void choose_layout() {

@@ -53,6 +53,7 @@ class Importer {
       : source_(std::move(source)),
         table_(make_parameter_table(source_.described.model, false)),
         tensors_(stored_tensors()) {
+    if (model().tie_embeddings) name_tied_embedding(source_.weights, embedding_of(tensors_).name, head());
     if (has_tower()) take_unread_weights();
     quantized_ = take_bitsandbytes_weights(source_.weights);
     check_huggingface_weights(source_.weights, tensors_, head(),
@@ -412,15 +413,18 @@ ImportSource open_source(const ImportOptions& options) {
 
 }  // namespace
 
-int run_import(const ImportOptions& options) {
+int run_import(const ImportOptions& given) {
   std::error_code ignored;
-  if (!fs::is_directory(options.folder, ignored))
-    throw_bad_input("{}: no such folder; download the model into one first", options.folder);
-  if (file_exists((fs::path(options.folder) / kPeftConfigName).string())) return import_adapter(options);
-  if (!options.base.empty()) {
-    throw_bad_input("{}: --base is for a folder with {}; leave it out to import a model", options.folder,
+  if (!fs::is_directory(given.folder, ignored))
+    throw_bad_input("{}: no such folder; download the model into one first", given.folder);
+  if (file_exists((fs::path(given.folder) / kPeftConfigName).string())) return import_adapter(given);
+  if (!given.base.empty()) {
+    throw_bad_input("{}: --base is for a folder with {}; leave it out to import a model", given.folder,
                     kPeftConfigName);
   }
+  ImportOptions options = given;
+  options.folder = model_folder_of(given.folder);
+  if (!given.vision_tower.empty()) options.vision_tower = model_folder_of(given.vision_tower);
   const Importer importer(open_source(options));
   importer.write(options.output);
   std::printf("%s: %s\ntrain from it with   parka train %s --set data.train='[\"tokens.npy\"]'\n",

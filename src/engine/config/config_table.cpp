@@ -93,20 +93,6 @@ std::string wrong_type(std::string_view expected, const json& value) {
   return fmt::format("expected {}, got {}", expected, describe_json(value));
 }
 
-// The integer that `value` is; 1e3 and 16.0 are integers, too, as in JSON Schema.
-std::optional<int64_t> exact_integer(const json& value) {
-  if (value.is_number_unsigned()) {
-    const auto number = value.get<uint64_t>();
-    if (number > static_cast<uint64_t>(INT64_MAX)) return std::nullopt;
-    return static_cast<int64_t>(number);
-  }
-  if (value.is_number_integer()) return value.get<int64_t>();
-  const auto number = value.get<double>();
-  if (!(std::abs(number) <= static_cast<double>(kMaxExactInteger)) || number != std::trunc(number))
-    return std::nullopt;
-  return static_cast<int64_t>(number);
-}
-
 std::string limit_problem(int64_t value, const IntegerField& field) {
   if (!field.choices.empty()) {
     if (std::find(field.choices.begin(), field.choices.end(), value) != field.choices.end()) return {};
@@ -303,6 +289,20 @@ std::string_view section_of(std::string_view path) {
 
 std::string_view key_of(std::string_view path) { return path.substr(path.rfind('.') + 1); }
 
+std::optional<int64_t> exact_integer(const json& value) {
+  if (value.is_number_unsigned()) {
+    const auto number = value.get<uint64_t>();
+    if (number > static_cast<uint64_t>(INT64_MAX)) return std::nullopt;
+    return static_cast<int64_t>(number);
+  }
+  if (value.is_number_integer()) return value.get<int64_t>();
+  if (!value.is_number()) return std::nullopt;
+  const auto number = value.get<double>();
+  if (!(std::abs(number) <= static_cast<double>(kMaxExactInteger)) || number != std::trunc(number))
+    return std::nullopt;
+  return static_cast<int64_t>(number);
+}
+
 std::string describe_json(const json& value) {
   switch (value.type()) {
     case json::value_t::null: return "null";
@@ -313,7 +313,7 @@ std::string describe_json(const json& value) {
     case json::value_t::boolean: return value.get<bool>() ? "true" : "false";
     case json::value_t::number_integer: return fmt::format("{}", value.get<int64_t>());
     case json::value_t::number_unsigned: return fmt::format("{}", value.get<uint64_t>());
-    case json::value_t::number_float: return fmt::format("{}", value.get<double>());
+    case json::value_t::number_float: return value.dump();  // 16.0 is not shown as 16
     case json::value_t::binary: return "binary data";
     case json::value_t::discarded: return "nothing";
   }

@@ -83,6 +83,9 @@ nlohmann::ordered_json get_field(const ConfigField& field);
 // Why the field's present value is invalid; empty if it is within the field's limits.
 std::string field_problem(const ConfigField& field);
 
+// The integer that a JSON value is; 1e3 and 16.0 are integers, too, as in JSON Schema. nullopt for others.
+std::optional<int64_t> exact_integer(const nlohmann::json& value);
+
 // A JSON value in a one-line message: `a string "abc"`, `1.5`, `an array`.
 std::string describe_json(const nlohmann::json& value);
 

@@ -193,6 +193,13 @@ void InputFile::read(int64_t offset, std::span<std::byte> out) const {
   }
 }
 
+void refuse_lfs_pointer(const InputFile& file) {
+  std::string start(kLfsPointer.size(), '\0');
+  if (file.num_bytes() < static_cast<int64_t>(start.size())) return;
+  file.read(0, std::as_writable_bytes(std::span(start)));
+  if (start == kLfsPointer) throw_bad_input("{}: {}", file.path(), kLfsAdvice);
+}
+
 void for_each_line_from_end(const InputFile& file,
                             const std::function<bool(std::string_view line, int64_t begin)>& visit) {
   constexpr int64_t kPieceBytes = int64_t{1} << 20, kLongestLine = int64_t{64} << 20;

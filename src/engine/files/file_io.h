@@ -101,6 +101,11 @@ class InputFile {
   int64_t num_bytes_ = 0;
 };
 
+// What a file is that Git LFS leaves in place of one which it has not fetched. Throws Error(kBadInput) for one.
+inline constexpr std::string_view kLfsPointer = "version https://git-lfs.github.com/spec/";
+inline constexpr const char* kLfsAdvice = "is a pointer of Git LFS in place of the file; fetch it: git lfs pull";
+void refuse_lfs_pointer(const InputFile& file);
+
 // Calls `visit` with the lines of a file, without their ends, from its last to its first, until it returns false;
 // `begin` is where the line stands. A piece of the file is in memory at a time. Throws Error(kBadInput) where a
 // line is longer than any that a run writes.

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "core/error.h"
+#include "engine/files/file_io.h"
 
 namespace parka {
 namespace {
@@ -207,6 +208,7 @@ json parse_json_text(std::string_view text, std::string_view source, JsonComment
   text = without_byte_order_mark(text);
   json parsed = build(text, builder, comments);
   if (!builder.syntax_error) return parsed;
+  if (text.starts_with(kLfsPointer)) throw_bad_input("{}: {}", printable(source), kLfsAdvice);
   const Position at = locate(text, builder.syntax_error->byte);
   throw_bad_input("{}:{}:{}: {}; the line: {}", printable(source), at.line, at.column,
                   printable(reason_of(*builder.syntax_error)),

@@ -248,6 +248,7 @@ SafetensorsHeader read_safetensors_header(const FileReader& read, int64_t file_b
 }
 
 SafetensorsHeader read_safetensors_header(const InputFile& file) {
+  refuse_lfs_pointer(file);
   const auto read = [&](int64_t offset, std::span<std::byte> out) { file.read(offset, out); };
   return read_safetensors_header(read, file.num_bytes(), file.path());
 }

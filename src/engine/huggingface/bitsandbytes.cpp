@@ -69,7 +69,7 @@ class Taker {
     decoded.shape = shape_of(state);
     const int64_t count = num_elements_of(decoded.shape), blocks = ceil_div(count, weight.block_size);
     weight.codes = find(name_);
-    require(weight.codes, {DType::kU8}, ceil_div(count, 2));
+    require_codes(weight.codes, ceil_div(count, 2));
     weight.absmax = take_one(".absmax", {DType::kU8, DType::kF32}, blocks);
     check_map(take_one(".quant_map", {DType::kF32}, 16), weight.format);
     if (weight.absmax.entry.dtype == DType::kU8) {
@@ -124,6 +124,15 @@ class Taker {
     throw_bad_input("{}: {} is {} [{}], {} elements for its weight are wanted", weights_.files[place.file].path(),
                     printable(place.entry.name), name_of(place.entry.dtype), fmt::join(place.entry.shape, ", "),
                     count);
+  }
+
+  // Their bytes may be stored as if they were elements of another format (bnb_4bit_quant_storage), for FSDP.
+  void require_codes(const Place& place, int64_t num_bytes) const {
+    const std::initializer_list<DType> storages = {DType::kU8, DType::kBF16, DType::kF16, DType::kF32};
+    if (std::ranges::count(storages, place.entry.dtype) > 0 && place.entry.num_bytes == num_bytes) return;
+    throw_bad_input("{}: {} is {} [{}], {} bytes of 4-bit codes are wanted", weights_.files[place.file].path(),
+                    printable(place.entry.name), name_of(place.entry.dtype), fmt::join(place.entry.shape, ", "),
+                    num_bytes);
   }
 
   Place take_one(const char* suffix, std::initializer_list<DType> dtypes, int64_t count) {
@@ -295,13 +304,15 @@ std::vector<std::byte> encode_bitsandbytes(Format4Bit format, DType decoded, int
   std::string text = state.dump();
   PARKA_REQUIRE(static_cast<int64_t>(text.size()) <= kStateBytes);
   text.resize(static_cast<size_t>(kStateBytes), ' ');
-  std::vector<std::byte> bytes;
-  const auto append = [&](const auto& elements) {
-    const auto part = std::as_bytes(std::span(elements));
-    bytes.insert(bytes.end(), part.begin(), part.end());
-  };
   Values4Bit quant_map = values_of(format);
   for (float& value : quant_map) value += 0.0f;  // bitsandbytes writes FP4's negative zero as zero
+  // Not a vector that grows: there GCC 12 sees writes behind its end.
+  std::vector<std::byte> bytes(sizeof(quant_map) + sizeof(map) + sizeof(float) * nested_absmax.size() +
+                               text.size() + codes.size() + absmax_codes.size());
+  auto end = bytes.begin();
+  const auto append = [&](const auto& elements) {
+    end = std::ranges::copy(std::as_bytes(std::span(elements)), end).out;
+  };
   append(quant_map);
   append(map);
   append(nested_absmax);

@@ -28,10 +28,11 @@ class ConfigReader {
     const nlohmann::json* value = find(key);
     if (value == nullptr && otherwise) return *otherwise;
     if (value == nullptr) fail("has no {}", key);
-    if (!value->is_number_integer() || *value < 1 || *value > kMaxDimension) {
+    const std::optional<int64_t> whole = exact_integer(*value);
+    if (!whole || *whole < 1 || *whole > kMaxDimension) {
       fail("{}: expected an integer from 1 to {}, got {}", key, kMaxDimension, describe_json(*value));
     }
-    return value->get<int64_t>();
+    return *whole;
   }
   double number(std::string_view key, std::optional<double> otherwise = {}) const {
     const nlohmann::json* value = find(key);

@@ -213,6 +213,13 @@ HuggingFaceWeights open_huggingface_weights(const std::string& folder) {
   return weights;
 }
 
+void name_tied_embedding(HuggingFaceWeights& weights, const std::string& embedding, const std::string& head) {
+  if (weights.tensors.contains(embedding) || !weights.tensors.contains(head)) return;
+  auto place = weights.tensors.extract(head);
+  place.key() = place.mapped().entry.name = embedding;
+  weights.tensors.insert(std::move(place));
+}
+
 void check_huggingface_weights(const HuggingFaceWeights& weights, const std::vector<HuggingFaceTensor>& tensors,
                                std::string_view head, const std::string& folder) {
   std::set<std::string_view> names;

@@ -51,6 +51,10 @@ struct HuggingFaceWeights {
 // Reads headers and index. Throws Error(kBadInput) when a file is missing, damaged or contradicts the index.
 HuggingFaceWeights open_huggingface_weights(const std::string& folder);
 
+// Where only the other name of a tied matrix is there, as safetensors' save_model writes it, gives it that of the
+// embedding.
+void name_tied_embedding(HuggingFaceWeights& weights, const std::string& embedding, const std::string& head);
+
 // Throws Error(kBadInput) unless the weights are exactly `tensors`, in their shapes and as plain floats. `head` is
 // the head's name: a tied one may be there too.
 void check_huggingface_weights(const HuggingFaceWeights& weights, const std::vector<HuggingFaceTensor>& tensors,

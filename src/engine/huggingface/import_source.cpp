@@ -1,8 +1,11 @@
 #include "engine/huggingface/import_source.h"
 
+#include <algorithm>
 #include <filesystem>
 #include <functional>
 #include <utility>
+
+#include <fmt/ranges.h>
 
 #include "core/error.h"
 #include "core/tensor.h"
@@ -38,7 +41,10 @@ json read_config(const std::string& folder) {
 
 std::vector<ImportSource::CarriedFile> carried_from(const std::string& folder) {
   std::vector<ImportSource::CarriedFile> files;
-  for (std::string& name : carried_files(folder)) files.push_back({.folder = folder, .name = std::move(name)});
+  for (std::string& name : carried_files(folder)) {
+    refuse_lfs_pointer(InputFile((fs::path(folder) / name).string()));
+    files.push_back({.folder = folder, .name = std::move(name)});
+  }
   return files;
 }
 
@@ -136,11 +142,12 @@ void read_original_tower(const ConfigReader& config, TowerConfig& tower) {
   tower.keeps_class_token = feature == "cls_patch" && tower.has_class_token();
   if (const json* layer = config.find("mm_vision_select_layer"); layer != nullptr) {
     constexpr int64_t kMost = 10000;
-    if (!layer->is_number_integer() || *layer < -kMost || *layer > kMost) {
+    const std::optional<int64_t> whole = exact_integer(*layer);
+    if (!whole || *whole < -kMost || *whole > kMost) {
       config.fail("mm_vision_select_layer = {} is not supported; one number of a hidden state is",
                   printable(layer->dump()));
     }
-    tower.feature_layer = layer->get<int64_t>();
+    tower.feature_layer = *whole;
   }
 }
 
@@ -215,7 +222,33 @@ void choose_image_token(int64_t image_token, ImportSource& source) {
   model.vocab_size = ceil_div(model.vision.image_token + 1, kVocabularyUnit) * kVocabularyUnit;
 }
 
+// Folders directly below `folder` that hold a config.json, in order.
+std::vector<std::string> models_below(const fs::path& folder) {
+  std::vector<std::string> models;
+  for (const std::string& name : list_names(folder.string())) {
+    const std::string below = (folder / name).string();
+    if (file_exists(config_path_in(below))) models.push_back(below);
+  }
+  std::sort(models.begin(), models.end());
+  return models;
+}
+
 }  // namespace
+
+std::string model_folder_of(const std::string& folder) {
+  if (file_exists(config_path_in(folder))) return folder;
+  const std::vector<std::string> snapshots = models_below(fs::path(folder) / "snapshots");
+  if (snapshots.size() == 1) return snapshots.front();
+  if (!snapshots.empty()) {
+    throw_bad_input("{}: is a folder of the hub's cache with several snapshots; name one: {}", folder,
+                    fmt::join(snapshots, ", "));
+  }
+  const std::vector<std::string> models = models_below(folder);
+  throw_bad_input("{}: has no {}, so it is not the folder of a Hugging Face model{}", folder,
+                  kHuggingFaceConfigName,
+                  models.empty() ? std::string("; download all files of the model, not its weights alone")
+                                 : fmt::format("; there is one in {}", fmt::join(models, ", ")));
+}
 
 ImportSource open_model(const std::string& folder) {
   ImportSource source;

@@ -71,11 +71,12 @@ int64_t feature_layer_of(const ConfigReader& config) {
   const json* value = config.find("vision_feature_layer");
   if (value == nullptr) return -2;
   constexpr int64_t kMost = 10000;
-  if (!value->is_number_integer() || *value < -kMost || *value > kMost) {
+  const std::optional<int64_t> layer = exact_integer(*value);
+  if (!layer || *layer < -kMost || *layer > kMost) {
     config.fail("vision_feature_layer = {} is not supported; one number of a hidden state is",
                 printable(value->dump()));
   }
-  return value->get<int64_t>();
+  return *layer;
 }
 
 bool keeps_class_token(const ConfigReader& config, TowerKind kind) {

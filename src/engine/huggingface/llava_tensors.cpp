@@ -97,7 +97,9 @@ std::span<const LlavaNames> all_llava_names() { return kNames; }
 
 const LlavaNames* find_llava_names(const std::function<bool(const std::string&)>& has_tensor) {
   const auto* found = std::find_if(kNames.begin(), kNames.end(), [&](const LlavaNames& names) {
-    return has_tensor(std::string(names.language_model) + "embed_tokens.weight") &&
+    const bool has_embedding = has_tensor(std::string(names.language_model) + "embed_tokens.weight") ||
+                               has_tensor(std::string(names.head));  // tied, under its other name
+    return has_embedding && has_tensor(std::string(names.language_model) + "norm.weight") &&
            has_tensor(std::string(names.tower) + "embeddings.patch_embedding.weight") &&
            has_tensor(std::string(names.fc1) + ".weight");
   });

@@ -11,11 +11,13 @@
 #include <fmt/ranges.h>
 
 #include "core/error.h"
+#include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint_base.h"
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/config/config_io.h"
+#include "engine/config/config_table.h"
 #include "engine/files/draft_folder.h"
 #include "engine/files/float_elements.h"
 #include "engine/files/json_text.h"
@@ -91,7 +93,14 @@ bool keeps_base(const json& init) { return init.is_boolean() || init == "gaussia
 
 // The adapters' tensors in their places in a config's table.
 std::vector<HostTensor> read_tensors(const std::string& folder, const Config& config, const std::string& base) {
-  const InputFile file((fs::path(folder) / kPeftWeightsName).string());
+  const fs::path path = fs::path(folder) / kPeftWeightsName;
+  if (!file_exists(path.string()) && file_exists((fs::path(folder) / "adapter_model.bin").string())) {
+    throw_bad_input(
+        "{}: has adapter_model.bin, which is not read, and no {}; load it with peft, and save_pretrained() of the "
+        "result writes that",
+        folder, kPeftWeightsName);
+  }
+  const InputFile file(path.string());
   std::map<std::string, SafetensorsEntry> entries;
   for (const SafetensorsEntry& entry : read_safetensors_header(file).tensors) entries.emplace(entry.name, entry);
   std::vector<HostTensor> tensors;
@@ -153,10 +162,8 @@ FinetuneConfig parse_peft_config(const json& config, const std::string& where) {
   const json& type = required(config, "peft_type", where);
   if (type != "LORA") refuse(where, "peft_type", type, "\"LORA\"");
   const json& rank = required(config, "r", where);
-  if (!rank.is_number_unsigned() || rank == 0 || rank.get<uint64_t>() > kMaxRank) {
-    refuse(where, "r", rank, "a rank from 1 to 65536");
-  }
-  finetune.rank = rank.get<int64_t>();
+  finetune.rank = exact_integer(rank).value_or(0);
+  if (finetune.rank < 1 || finetune.rank > kMaxRank) refuse(where, "r", rank, "a rank from 1 to 65536");
   finetune.alpha = parse_number(config, "lora_alpha", 8, 1e30, where);  // peft's default
   finetune.dropout = parse_number(config, "lora_dropout", 0, 0.999999, where);
   finetune.targets = parse_targets(required(config, "target_modules", where), where);

@@ -166,6 +166,7 @@ std::string open_tokenizer(const std::string& path, const std::string& where) {
     throw_bad_input("{}: {} is not a folder with a {}; name the folder of a Hugging Face tokenizer", where, path,
                     kTokenizerName);
   }
+  refuse_lfs_pointer(InputFile((folder / kTokenizerName).string()));
   return folder.empty() ? "." : folder.string();
 }
 
