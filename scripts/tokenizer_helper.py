@@ -26,12 +26,14 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from text_data.common import InputError, one_line, telling_failures  # noqa: E402
 from text_data.formats import refuse_pointer  # noqa: E402
-from text_data.helper_process import advice_to_user, run, serve  # noqa: E402
+from text_data.helper_process import advice_to_user, limited, reason_of, run, serve  # noqa: E402
 from text_data.special_tokens import bos_of, read_object, special_tokens_of, tokenizer_config  # noqa: E402
 
 # What a character in UTF-8 decodes to while bytes of it are missing: one of these, or one for each byte that is there. Where
 # bytes are tokens, all characters before it that are spelled in bytes decode to these, too.
 INCOMPLETE = "\ufffd"
+# Characters of a conversation; its tokens take some hundred times as much memory.
+MOST_TEXT = 1 << 24
 # Stands for the assistant's words.
 WORDS = "Parka"
 
@@ -136,14 +138,17 @@ class Chat:
 
     def _render(self, messages: list[dict], add_generation_prompt: bool) -> str:
         try:
-            texts, _ = self._render_template(
-                [messages],
-                chat_template=self._template,
-                add_generation_prompt=add_generation_prompt,
-                **self._text.special_tokens,
-            )
+            with limited():
+                texts, _ = self._render_template(
+                    [messages],
+                    chat_template=self._template,
+                    add_generation_prompt=add_generation_prompt,
+                    **self._text.special_tokens,
+                )
         except Exception as error:  # whatever the template's expressions raise
-            raise InputError(f"{self._place}: the chat template refuses the conversation ({one_line(error)})")
+            raise InputError(f"{self._place}: the chat template refuses the conversation ({reason_of(error)})")
+        if len(texts[0]) > MOST_TEXT:
+            raise InputError(f"{self._place}: the chat template makes {len(texts[0])} characters of the conversation, more than {MOST_TEXT}")
         return texts[0]
 
     def _ends_of_turn(self) -> list[int]:

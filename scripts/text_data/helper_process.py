@@ -2,12 +2,47 @@
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
+import resource
+import signal
 import sys
-from typing import Callable
+from typing import Callable, Iterator
 
-from text_data.common import InputError, telling_failures
+from text_data.common import InputError, one_line, telling_failures
+
+MOST_SECONDS = 20.0  # of a conversation's template, which takes milliseconds
+MOST_MEMORY = 2 << 30  # bytes more than the process has
+
+
+def reason_of(error: BaseException) -> str:
+    """What an error of a library says; some say nothing but their type."""
+    return one_line(error) or type(error).__name__
+
+
+@contextlib.contextmanager
+def limited() -> Iterator[None]:
+    """Python code in the body that loops ends with a TimeoutError, what fills the memory with a MemoryError. For the main
+    thread."""
+
+    def end(*_) -> None:
+        raise TimeoutError(f"it computes for more than {MOST_SECONDS:g} s")
+
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    with open("/proc/self/statm", encoding="ascii") as statm:
+        used = int(statm.read().split()[0]) * resource.getpagesize()
+    limits = [limit for limit in (used + MOST_MEMORY, *before) if limit != resource.RLIM_INFINITY]
+    handler = signal.signal(signal.SIGPROF, end)
+    try:
+        resource.setrlimit(resource.RLIMIT_AS, (min(limits), before[1]))
+        signal.setitimer(signal.ITIMER_PROF, MOST_SECONDS)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_PROF, 0)
+        signal.signal(signal.SIGPROF, handler)
+        resource.setrlimit(resource.RLIMIT_AS, before)
 
 
 def advice_to_user(packages: str) -> str:
@@ -44,7 +79,14 @@ def serve(make_helper: Callable, first_answer: Callable[..., dict]) -> int:
     return 0
 
 
+def end_with_parent() -> None:
+    """Else it would notice only between two answers that whoever asks is gone."""
+    PR_SET_PDEATHSIG = 1
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def run(main: Callable[[list[str]], int]) -> None:
+    end_with_parent()
     try:
         sys.exit(main(sys.argv[1:]))
     except BrokenPipeError:

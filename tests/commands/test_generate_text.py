@@ -89,6 +89,51 @@ class TextFolder(RunFolder):
         return parka("train", f"{model}/config.json", *[word for one in overrides for word in ("--set", one)])
 
 
+class Numerics(TextFolder):
+    def test_runs_in_fp8_are_sampled_in_bf16_unless_the_command_asks(self):
+        for recipe in ("parka", "coat", "fp8_linear"):
+            with self.subTest(recipe):
+                shutil.rmtree(self.path("run"), ignore_errors=True)
+                self.assert_exit(self.train_from(self.model, f"precision.recipe={recipe}"), 0)
+                arguments = ("--prompt", "The", "--tokens", "8")
+                usual, same, bf16 = (parka("generate", self.path("run"), *arguments, "--temperature", "0", *asked, env=ENVIRONMENT) for asked in
+                                     ((), ("--set", "precision.eval=same"), ("--set", "precision.eval=bf16")))
+                self.assertRegex(usual.stderr, "numerics: bf16")
+                self.assertRegex(same.stderr, f"numerics: .*{recipe}")
+                self.assertEqual(usual.stdout, bf16.stdout)
+                evaluated = parka("eval", self.path("run"), "--data", self.path("tokens.npy"))
+                self.assertRegex(evaluated.stderr, f"numerics: .*{recipe}")
+        evaluated = parka("eval", self.path("run"), "--data", self.path("tokens.npy"), "--set", "precision.eval=bf16")
+        self.assertRegex(evaluated.stderr, "numerics: bf16")
+        self.assertEqual(self.generate(self.model, "--prompt", "The").stderr, "")  # there is nothing to choose
+
+
+@needs_transformers
+class Helpers(TextFolder):
+    def test_they_end_with_the_command_though_a_template_loops(self):
+        def loop(folder):
+            with open(os.path.join(folder, "chat_template.jinja"), "w", encoding="utf-8") as file:
+                file.write("{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}")
+        model = self.edited("loops", loop)
+        commands = {ended_by: subprocess.Popen([PROGRAM, "generate", model, "--chat", *GREEDY], env=ENVIRONMENT, stdin=subprocess.PIPE,
+                                               stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+                    for ended_by in (signal.SIGKILL, signal.SIGTERM, signal.SIGINT)}
+        helpers = {}
+        for ended_by, command in commands.items():
+            self.assertTrue(wait_until(lambda: helpers_of(command.pid)))
+            (helpers[ended_by],) = helpers_of(command.pid)
+
+        def seconds(helper):
+            with open(f"/proc/{helper}/stat", encoding="utf-8") as file:
+                return int(file.read().rpartition(")")[2].split()[11]) / os.sysconf("SC_CLK_TCK")
+        for ended_by, command in commands.items():
+            with self.subTest(ended_by):
+                self.assertTrue(wait_until(lambda: seconds(helpers[ended_by]) > 4, 100))  # more than it takes to begin
+                command.send_signal(ended_by)
+                command.communicate(timeout=60)
+                self.assertTrue(wait_until(lambda: not is_running(helpers[ended_by])))
+
+
 class Prompts(TextFolder):
     def test_greedy_text_is_that_of_transformers(self):
         for case in EXPECTED["prompts"]:

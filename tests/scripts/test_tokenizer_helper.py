@@ -9,6 +9,7 @@ import sys
 import tempfile
 import unittest
 from pathlib import Path
+from unittest import mock
 
 try:
     from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers, processors
@@ -198,6 +199,23 @@ class ChatTest(TokenizerFolder):
             with self.assertRaises(helper.InputError) as raised:
                 self.chat(config)
             self.assertIn("chat template", str(raised.exception))
+
+    def test_a_template_that_does_not_end_is_refused(self):
+        loop = "{% for a in range(99999) %}{% for b in range(99999) %}BODY{% endfor %}{% endfor %}"
+        templates = {"that loops": loop.replace("BODY", ""), "that computes": loop.replace("BODY", "{% set x = a * b %}"),
+                     "that sums": "{{ range(99999) | map('string') | map('length') | sum }}" + loop.replace("BODY", "")}
+        for name, template in templates.items():
+            with self.subTest(name), mock.patch("text_data.helper_process.MOST_SECONDS", 0.3):
+                with self.assertRaises(helper.InputError) as raised:
+                    self.chat({"chat_template": template})
+                self.assertIn("0.3 s", str(raised.exception))
+
+    def test_a_template_that_makes_gigabytes_is_refused(self):
+        for template in ("{{ 'x' * 30000000000 }}", "{% set x = 'abc' * 20000000 %}{{ x }}", "{{ ('x' * 2000000000) | replace('x', 'yyyy') }}"):
+            with self.subTest(template):
+                with self.assertRaises(helper.InputError) as raised:
+                    self.chat({"chat_template": template})
+                self.assertNotIn("()", str(raised.exception))
 
 
 class ProcessTest(TokenizerFolder):
