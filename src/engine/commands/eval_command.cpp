@@ -5,6 +5,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "core/log/log.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
@@ -171,6 +172,7 @@ int run_eval(const EvalOptions& options) {
   check_output(options.predictions, input_files(checkpoint, config));
   warn_of_tokenizers(config, suite);
   warn_of_gaps({}, suite);
+  log_info("numerics: {}", numerics_of(config));
   const std::unique_ptr<Device> device = make_inference_device(config, options.overrides);
   InferenceRun run(*device, checkpoint, config);
   const Evaluated evaluated = evaluate(*device, run, suite, options);

@@ -69,6 +69,16 @@ int64_t longest_context(const LoadedCheckpoint& checkpoint, const Config& config
   return is_overridden(options.overrides, "data.sequence_length") ? given : max_positions_of(checkpoint, given);
 }
 
+// An exported model is used in bf16, and samples shall be like its own, unless the command line asks for others.
+void choose_numerics(const GenerateOptions& options, Config& config) {
+  if (!config.precision.has_fp8() || config.precision.compute != DType::kBF16) return;
+  const bool is_given =
+      is_overridden(options.overrides, "precision.eval") || is_overridden(options.overrides, "precision.recipe");
+  if (!is_given) config.precision.eval = EvalNumerics::kBf16;
+  log_info("numerics: {}{}", numerics_of(config),
+           is_given ? "" : "; --set precision.eval=same takes those of training");
+}
+
 void warn_of_cut_prompts(const std::vector<std::vector<int32_t>>& prompts, int64_t max_context) {
   for (const auto& prompt : prompts) {
     if (static_cast<int64_t>(prompt.size()) <= max_context) continue;
@@ -160,6 +170,7 @@ int run_generate(const GenerateOptions& options) {
   const LoadedCheckpoint checkpoint = open_checkpoint(options.checkpoint, options.overrides);
   Config config = inference_config_of(checkpoint, options.overrides);
   check_tokens("--stop-token", options.stop_tokens, config.model.vocab_size);
+  choose_numerics(options, config);
   if (options.chat) return run_chat(options, checkpoint, config);
   std::unique_ptr<TextCodec> codec;
   if (options.prompt_tokens.empty()) codec = open_codec(options, checkpoint, config.model.vocab_size);

@@ -73,6 +73,14 @@ LoadedCheckpoint open_checkpoint(const std::string& path, const std::vector<std:
   throw_bad_input("{}: holds no checkpoint (looked for step_*/manifest.json)", path);
 }
 
+std::string numerics_of(const Config& config) {
+  const PrecisionConfig& precision = config.precision;
+  if (precision.has_fp8() && precision.eval == EvalNumerics::kSame) {
+    return fmt::format("those of training (recipe {})", name_of(precision.recipe));
+  }
+  return std::string(name_of(precision.compute));
+}
+
 DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cache, DeviceKind device)
     : DeclaredInference(config, cache,
                         device == DeviceKind::kCuda ? record_workspace_bytes(config, cache) : int64_t{0}) {}

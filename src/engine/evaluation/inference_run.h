@@ -30,6 +30,9 @@ struct DeclaredInference {
   TensorId workspace;  // of the ops; invalid on the CPU
 };
 
+// In which numerics a model is evaluated, for a line of the log: "bf16", or "those of training (recipe coat)".
+std::string numerics_of(const Config& config);
+
 // A model with the weights of a checkpoint, for evaluation and generation only.
 class InferenceRun {
  public:
