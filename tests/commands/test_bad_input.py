@@ -136,7 +136,6 @@ class BadInput(RunFolder):
     def test_command_line(self):
         config = self.write_config(self.config)
         for arguments, words in [
-            ((), ["subcommand"]),
             (("trian", config), ["trian"]),
             (("train",), ["config"]),
             (("train", config, "--stepz", "3"), ["--stepz"]),

@@ -170,5 +170,43 @@ class Schema(unittest.TestCase):
         self.assertEqual((ROOT / "configs/parka.schema.json").read_text(encoding="utf-8"), output("config", "schema"))
 
 
+class OtherNames(unittest.TestCase):
+    """What users of other programs write."""
+
+    def refused(self, *arguments):
+        result = subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertEqual(len(result.stderr.splitlines()), 1, result.stderr)
+        return result.stderr
+
+    def test_they_are_told_what_it_is_called_here(self):
+        for arguments, says in {("train", "c.json", "--resume"): "by itself",
+                                ("train", "c.json", "--resume_from_checkpoint=x"): "by itself",
+                                ("generate", "run", "hello"): "--prompt",
+                                ("generate", "run", "--max-tokens", "5"): "--tokens",
+                                ("generate", "run", "--max_new_tokens=5"): "--tokens",
+                                ("train", "c.json", "--epochs", "3"): "--training.steps",
+                                ("plan", "c.json", "--learning-rate=1e-3"): "--optimizer.lr",
+                                ("bench", "c.json", "--batch-size", "8"): "--training.global_batch_size",
+                                ("eval", "run", "--device", "cpu"): "--device.kind",
+                                ("eval", "run", "--tasks", "hellaswag"): "prepare_eval.py",
+                                ("eval", "run", "--tasks", "mmlu", "arc_easy"): "prepare_eval.py"}.items():
+            with self.subTest(arguments):
+                self.assertIn(says, self.refused(*arguments))
+
+    def test_no_command_at_all_is_a_question_for_help(self):
+        for arguments in ((), ("--threads", "2")):
+            result = subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
+            self.assertEqual((result.returncode, result.stderr), (2, ""))
+            self.assertIn("generate", result.stdout)
+
+    def test_a_name_of_thousands_of_characters_makes_no_such_line(self):
+        for arguments in (("eval", "x" * 100000), ("generate", "run", "y" * 50000), ("train", "--" + "\u00e9" * 30000)):
+            line = self.refused(*arguments)
+            self.assertLess(len(line), 2200)
+        for hidden in ("\x1b[31mred", "\x9b31mred", "bell\x07"):
+            self.assertFalse(any(ord(c) < 32 and c != "\n" or 126 < ord(c) < 160 for c in self.refused("eval", hidden)))
+
+
 if __name__ == "__main__":
     unittest.main()

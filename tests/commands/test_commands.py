@@ -457,7 +457,7 @@ class CommandLine(unittest.TestCase):
                               (("import", "x", "--out", "y", "--optimizer.lr=3"), "nothing takes --set optimizer.lr=3; see parka import --help"),
                               (("config", "show", "x.json", "--json"), "see parka config show --help"),
                               (("train", "x.json", "--optimizer.lr"), "--optimizer.lr: has no value; write --optimizer.lr=VALUE"),
-                              (("train",), "see parka train --help"), ((), "see parka --help")):
+                              (("train",), "see parka train --help")):
             with self.subTest(words):
                 result = parka(*words)
                 self.assertEqual(result.returncode, 2)

@@ -3,6 +3,7 @@
 #include <CLI/CLI.hpp>
 
 #include <algorithm>
+#include <string_view>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
@@ -55,6 +56,39 @@ std::string nearest_option(const CLI::App& command, const std::string& word) {
   return found == names.end() ? "" : shown[static_cast<size_t>(found - names.begin())];
 }
 
+// What other programs call things. The word is an option without what follows "=", or empty for words that are no
+// options; the command is empty where it is any.
+struct OtherName {
+  std::string_view command, word, advice;
+};
+constexpr OtherName kOtherNames[] = {
+    {"train", "--resume", "the same command goes on from the newest checkpoint by itself"},
+    {"train", "--continue", "the same command goes on from the newest checkpoint by itself"},
+    {"train", "--resume-from-checkpoint", "the same command goes on from the newest checkpoint by itself"},
+    {"generate", "", "give the prompt as --prompt TEXT"},
+    {"generate", "--max-tokens", "give --tokens N"},
+    {"generate", "--max-new-tokens", "give --tokens N"},
+    {"", "--epochs", "give --training.steps=N; a run says at its start how many steps an epoch has"},
+    {"", "--num-train-epochs", "give --training.steps=N; a run says at its start how many steps an epoch has"},
+    {"", "--max-steps", "give --training.steps=N"},
+    {"", "--learning-rate", "give --optimizer.lr=RATE"},
+    {"", "--batch-size",
+     "give --training.global_batch_size=N, of which --training.micro_batch_size=N go at a time"},
+    {"", "--device", "give --device.kind=cpu or --device.kind=cuda"},
+};
+
+// Empty for what is not in the table.
+std::string_view advice_for(const CLI::App& command, std::string word) {
+  word = word.starts_with('-') ? word.substr(0, word.find('=')) : "";
+  std::replace(word.begin(), word.end(), '_', '-');
+  const bool takes_keys = command.get_option_no_throw("--set") != nullptr;
+  for (const OtherName& other : kOtherNames) {
+    const bool is_of_command = other.command.empty() ? takes_keys : other.command == command.get_name();
+    if (is_of_command && other.word == word) return other.advice;
+  }
+  return {};
+}
+
 }  // namespace
 
 std::string describe_parse_error(const CLI::App& app, const CLI::ParseError& error,
@@ -66,6 +100,9 @@ std::string describe_parse_error(const CLI::App& app, const CLI::ParseError& err
     return fmt::format("{}; see {} --help", error.what(), name);
   }
   const std::string& first = unexpected.front();
+  if (const std::string_view advice = advice_for(command, first); !advice.empty()) {
+    return fmt::format("nothing takes {}; {}", fmt::join(unexpected, " "), advice);
+  }
   std::string nearest;
   if (first.starts_with("--") && first.size() > 2) {
     nearest = nearest_option(command, first);

@@ -528,7 +528,8 @@ int run_command(const CLI::App& app, const CommandLine& line) {
   if (app.got_subcommand("version")) return print_text(version_text(line.version.verbose));
   if (app.got_subcommand("man")) return print_text(man_page(app, parka_version()));
   if (app.got_subcommand("completion")) return print_text(completion_script(app, line.shell));
-  throw_bad_input("command line: no subcommand was given; see parka --help");
+  print_text(app.help());
+  return static_cast<int>(ExitCode::kBadInput);
 }
 
 int parse_and_run(int argc, char** argv) {

@@ -5,7 +5,9 @@
 
 #include <nlohmann/json.hpp>
 
+#include "core/error.h"
 #include "core/log/log.h"
+#include "data/read_only_file.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
@@ -30,6 +32,17 @@ Config eval_config(const LoadedCheckpoint& checkpoint, const EvalOptions& option
   config.evaluation.sets = options.sets;
   config.evaluation.tasks = options.tasks;
   return config;
+}
+
+// Who has used other programs gives the names of tasks.
+void check_tasks(const std::vector<std::string>& tasks) {
+  for (const std::string& task : tasks) {
+    if (task.find_first_of("./*") != std::string::npos || file_exists(task)) continue;
+    throw_bad_input(
+        "--tasks {}: no such file; a task is a request file, which scripts/prepare_eval.py makes of its documents for "
+        "the model's tokenizer (its --help names the tasks that it knows)",
+        task);
+  }
 }
 
 // On one line; names of files may be no UTF-8.
@@ -156,6 +169,7 @@ void print_tables(const LoadedCheckpoint& checkpoint, const EvaluationSuite& sui
 }  // namespace
 
 int run_eval(const EvalOptions& options) {
+  check_tasks(options.tasks);
   const LoadedCheckpoint checkpoint = open_checkpoint(options.checkpoint, options.overrides);
   const Config config = eval_config(checkpoint, options);
   const EvaluationSuite suite = open_suite(config);
