@@ -200,7 +200,7 @@ class StartTest(RanksTest):
                 where = "" if run is runs["rank 1 says nothing"] else "in MPI_Init "
                 self.assertEqual(run.returncode, 5, errors)
                 self.assertRegex(errors, rf"(?m)^rank {speaker} waits {where}for the other ranks.*: .* 3 s$")
-                self.assertRegex(errors, rf"(?m)^rank {speaker} waits {where}.* it ends with exit code 5$")
+                self.assertRegex(errors, rf"(?m)^error: rank {speaker} waits {where}.* it ends with exit code 5$")
 
     def test_a_second_process_of_a_rank(self):
         """It is refused by name, and the run goes on without it. One whose process has ended may come again."""
