@@ -41,7 +41,7 @@ void log_from(LogLevel level) { spdlog::set_level(level_of(level)); }
 void flush_log() { spdlog::default_logger()->flush(); }
 
 std::string as_line(const std::string& text) {
-  constexpr size_t kLongest = 2000, kKeptAtEnd = 900;
+  constexpr size_t kLongest = 4000, kKeptAtEnd = 1000;
   const auto is_inside = [&](size_t at) { return (static_cast<unsigned char>(text[at]) & 0xC0) == 0x80; };
   size_t first_cut = text.size(), last_cut = text.size();
   if (text.size() > kLongest) {
