@@ -43,7 +43,7 @@ std::unique_ptr<Transport> join_mpi(const LaunchedAs& launched, const StartTimes
     fail_alone(
         launched.rank,
         fmt::format("mpirun has started several processes ({} is {}), but this parka was built without MPI: start "
-                    "it with --ranks or --gpus, or with RANK, WORLD_SIZE and MASTER_ADDR (docs/distributed.md), or "
+                    "it with --ranks or --gpus, or with RANK, WORLD_SIZE and MASTER_ADDR (docs/cluster.md), or "
                     "run scripts/setup.sh and build again",
                     launched.variable, launched.size));
   }

@@ -7,7 +7,7 @@ namespace parka {
 std::string read_secret(const std::string& path) {
   throw_bad_input(
       "{} is {}, but this parka was built without libsodium: run scripts/setup.sh and build again, or unset it on a "
-      "network that you trust (docs/distributed.md)",
+      "network that you trust (docs/cluster.md)",
       kSecretFile, path);
 }
 std::string random_nonce() { throw_internal("random_nonce: built without libsodium"); }

@@ -84,7 +84,7 @@ void add_started_ranks(CLI::App& command, StartedRanks& started) {
   constexpr int kMost = 4096;
   CLI::Option& gpus = *command.add_option("--gpus", started.gpus, "Start one rank on each of N GPUs of this host");
   CLI::Option& ranks = *command.add_option("--ranks", started.ranks,
-                                           "Start N ranks on this host, also on the CPU (docs/distributed.md)");
+                                           "Start N ranks on this host, also on the CPU (docs/cluster.md)");
   for (CLI::Option* option : {&gpus, &ranks}) {
     option->type_name("N")->check(CLI::Range(1, kMost))->default_str("");  // without it: this process alone
   }

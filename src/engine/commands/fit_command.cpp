@@ -53,7 +53,7 @@ struct Fit {
 };
 
 std::string train_command(const PlanOptions& options, const MemoryAdvice& advice) {
-  // Beyond one host, ranks are started on all of them (docs/distributed.md).
+  // Beyond one host, ranks are started on all of them (docs/cluster.md).
   const bool one_host = options.num_gpus <= gpus_of_node(options);
   std::string command =
       one_host ? "parka train " : fmt::format("scripts/launch.sh -np {} -- parka train ", options.num_gpus);

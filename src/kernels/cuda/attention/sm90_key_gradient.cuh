@@ -210,7 +210,8 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
   start_product_transposed<D>(d_s, values, d_out);
   wgmma_commit_group();
   ping_pong.pass();
-  // Statistics are loaded while the products run: later takes longer, presumably behind the other consumer's stores.
+  // Statistics are loaded while the products run: later takes longer, presumably behind the other consumer's
+  // stores.
   const auto lse = load_lse(statistics);
   wgmma_wait_group<1>();
   fence_operand(p);
