@@ -1,4 +1,4 @@
-"""What the scripts that read a run's metrics.jsonl share (docs/telemetry.md, docs/evaluation.md): runs as they are named on
+"""What the scripts that read a run's metrics.jsonl share (docs/monitoring.md, docs/evaluation.md): runs as they are named on
 the command line, their records, how curves are smoothed, and pictures."""
 import itertools
 import os
