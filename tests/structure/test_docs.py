@@ -61,7 +61,7 @@ class Docs(unittest.TestCase):
 
     def test_what_is_missing_is_found(self):
         text = ("`src/core/nowhere.h`, tests/core. `core/gone.h` `core/shard.h` scripts/*.sh configs/*.toml src/kernels/ops/<folder>/<op>.h "
-                "build/src/x [page](testing.md) [none](none.md#part) [web](https://example.org/docs/none.md)")
+                "build/src/x [page](memory.md) [none](none.md#part) [web](https://example.org/docs/none.md)")
         self.assertEqual(missing(ROOT / "docs/x.md", text), ["src/core/nowhere.h", "configs/*.toml", "core/gone.h", "none.md"])
 
     def test_what_comments_name_exists(self):

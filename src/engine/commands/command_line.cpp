@@ -111,7 +111,7 @@ void add_train(CLI::App& app, TrainOptions& options, std::string& drill) {
       .add_option(
           "--drill-kill-in-save", drill,
           "Fault drill: SIGKILL this process at the POINT-th file operation of saving step STEP, to show that the "
-          "run survives it (docs/testing.md)")
+          "run survives it (CONTRIBUTING.md)")
       ->type_name("STEP:POINT");
   command
       .add_option(

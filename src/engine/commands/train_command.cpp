@@ -183,7 +183,7 @@ class TrainCommand {
     options.check_folder = [this] { lock_.require_ours(); };
     options.before_publish = [this] { sync_metrics(); };
     if (options_.drill_step > 0 && is_first()) {
-      // The fault drill of docs/testing.md: die as if the power went, at a chosen point of a chosen save.
+      // The fault drill of CONTRIBUTING.md: die as if the power went, at a chosen point of a chosen save.
       options.observer = [step_name = fmt::format("step_{:08}", options_.drill_step), left = options_.drill_point,
                           armed = false](std::string_view point) mutable {
         armed = armed || point.find(step_name) != std::string_view::npos;
