@@ -42,7 +42,6 @@ RECIPES = {
     "fp32": {"recipe": "fp32"},  # shows what bf16 itself costs
     "coat": {"recipe": "coat"},
     "parka": {"recipe": "parka"},
-    "parka_fp8_attention_output": {"recipe": "parka", "attention_output": "fp8"},
 }
 SEQUENCE, BATCH = 64, 8
 EVAL_SEQUENCES = 256

@@ -198,7 +198,6 @@ struct PrecisionConfig {
   Storage up_gate = Storage::kCompute;
   Storage qkv = Storage::kCompute;
   Storage attention_scores = Storage::kCompute;
-  Storage attention_output = Storage::kCompute;
   Storage head = Storage::kCompute;
   Storage tower = Storage::kCompute;
   bool sampled_amax = false;
@@ -221,7 +220,7 @@ struct PrecisionConfig {
   // Whether anything in forward is FP8.
   bool has_fp8() const {
     return gemm != GemmPrecision::kCompute || norm_input == Storage::kFp8 || up_gate == Storage::kFp8 ||
-           qkv == Storage::kFp8 || attention_output == Storage::kFp8;
+           qkv == Storage::kFp8;
   }
 
   template <typename Visitor>
@@ -248,9 +247,6 @@ struct PrecisionConfig {
         "Queries and keys as attention's scores read them: compute, or fp8: their kept E4M3 codes, of which a head "
         "has one scale for 64 tokens then. On GPUs of compute capability 9.0 with heads of 128 and sequences of a "
         "multiple of 64 they are multiplied as they are, elsewhere what they decode to; docs/precision.md has more");
-    visit("attention_output", attention_output,
-          "How the attention output is kept: compute, or fp8 (the GEMM's own input; needs gemm = fp8_tensor). With "
-          "fp8 a model of 85M parameters diverged after 1,000 steps: docs/precision.md says why");
     visit(
         "head", head,
         "Inputs of the products that make the logits, and of their gradients: compute, or fp8 with the scaling of "

@@ -94,6 +94,30 @@ TEST_CASE("an unknown key names the nearest one", "[engine][config]") {
   CHECK(parse_error(text) == "test.json: " + want);
 }
 
+TEST_CASE("a removed key is ignored with the value that is meant always, and refused by name with another",
+          "[engine][config]") {
+  struct Removed {
+    std::string key, value, other;
+  };
+  const Removed keys[] = {
+      {"precision.attention_output", R"("compute")", R"("fp8")"},
+  };
+  for (const auto& [key, value, other] : keys) {
+    CAPTURE(key);
+    const auto config = [&](const std::string& text) {
+      const size_t dot = key.find('.');
+      return fmt::format(R"({{"{}": {{"{}": {}}}}})", key.substr(0, dot), key.substr(dot + 1), text);
+    };
+    CHECK(parse(config(value)) == Config{});
+    for (const std::string& text : {other, std::string("null"), std::string(R"("")")}) {
+      CHECK(parse_error(config(text)).find(key + " = " + text) != std::string::npos);
+    }
+    const ConfigFile file("{}");
+    CHECK(load_config(file.path(), {key + "=" + value}) == Config{});
+    CHECK(load_error("{}", {key + "=" + other}).find(key) != std::string::npos);
+  }
+}
+
 TEST_CASE("a value of the wrong type or out of range is refused", "[engine][config]") {
   const auto [text, want] = GENERATE(table<std::string, std::string>({
       {R"([])", "expected an object of sections, got an array"},
@@ -187,26 +211,22 @@ TEST_CASE("values that no JSON text can hold are refused", "[engine][config]") {
 
 TEST_CASE("a recipe sets the formats, and keys that are given override it", "[engine][config]") {
   struct Row {
-    std::string recipe, compute, gemm, backward, norm_input, up_gate, qkv, attention;
+    std::string recipe, compute, gemm, backward, norm_input, up_gate, qkv;
     bool save_norm, save_silu, save_product;
     std::string states, master;
   };
   const Row rows[] = {
-      {"fp32", "fp32", "compute", "e5m2", "compute", "compute", "compute", "compute", true, false, true, "fp32",
-       "none"},
-      {"bf16", "bf16", "compute", "e5m2", "compute", "compute", "compute", "compute", true, false, true, "fp32",
+      {"fp32", "fp32", "compute", "e5m2", "compute", "compute", "compute", true, false, true, "fp32", "none"},
+      {"bf16", "bf16", "compute", "e5m2", "compute", "compute", "compute", true, false, true, "fp32", "fp32"},
+      {"fp8_linear", "bf16", "fp8_tensor", "e5m2", "compute", "compute", "compute", true, false, true, "fp32",
        "fp32"},
-      {"fp8_linear", "bf16", "fp8_tensor", "e5m2", "compute", "compute", "compute", "compute", true, false, true,
-       "fp32", "fp32"},
-      {"fp8_block", "bf16", "fp8_block", "e4m3", "compute", "compute", "compute", "compute", true, false, true,
-       "fp32", "fp32"},
-      {"coat_activation", "bf16", "fp8_tensor", "e5m2", "fp8", "fp8", "compute", "compute", true, true, true,
-       "fp32", "fp32"},
-      {"coat_optimizer", "bf16", "compute", "e5m2", "compute", "compute", "compute", "compute", true, false, true,
+      {"fp8_block", "bf16", "fp8_block", "e4m3", "compute", "compute", "compute", true, false, true, "fp32",
+       "fp32"},
+      {"coat_activation", "bf16", "fp8_tensor", "e5m2", "fp8", "fp8", "compute", true, true, true, "fp32", "fp32"},
+      {"coat_optimizer", "bf16", "compute", "e5m2", "compute", "compute", "compute", true, false, true,
        "fp8_expanded", "fp32"},
-      {"coat", "bf16", "fp8_tensor", "e5m2", "fp8", "fp8", "compute", "compute", true, true, true, "fp8_expanded",
-       "fp32"},
-      {"parka", "bf16", "fp8_tensor", "e5m2", "fp8", "fp8", "fp8", "compute", false, false, false, "fp8_expanded",
+      {"coat", "bf16", "fp8_tensor", "e5m2", "fp8", "fp8", "compute", true, true, true, "fp8_expanded", "fp32"},
+      {"parka", "bf16", "fp8_tensor", "e5m2", "fp8", "fp8", "fp8", false, false, false, "fp8_expanded",
        "fp32_split"},
   };
   for (const Row& row : rows) {
@@ -221,7 +241,6 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"up_gate", row.up_gate},
                                  {"qkv", row.qkv},
                                  {"attention_scores", "compute"},
-                                 {"attention_output", row.attention},
                                  {"head", is_parka ? "fp8" : "compute"},
                                  {"tower", "compute"},
                                  {"sampled_amax", is_parka},

@@ -210,11 +210,6 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
        },
        "finetune.mix has no meaning with finetune.method = lora"},
       {[](Config& c) {
-         apply_recipe(Recipe::kFp8Block, c);
-         c.precision.attention_output = Storage::kFp8;
-       },
-       "precision.attention_output = fp8 needs precision.gemm = fp8_tensor, not fp8_block"},
-      {[](Config& c) {
          apply_recipe(Recipe::kBf16, c);
          c.precision.head = Storage::kFp8;
        },

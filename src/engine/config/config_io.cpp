@@ -23,6 +23,20 @@ using nlohmann::ordered_json;
 constexpr std::string_view kCommandLine = "command line";
 constexpr std::string_view kSchemaKey = "$schema";  // for editors
 
+// A key of earlier versions. What it did with this value is now done always, so a config may still say it.
+struct RemovedKey {
+  std::string_view path;
+  std::string_view value;  // as JSON
+};
+constexpr RemovedKey kRemovedKeys[] = {
+    {"precision.attention_output", R"("compute")"},
+};
+
+const RemovedKey* find_removed(std::string_view path) {
+  const auto key = std::ranges::find(kRemovedKeys, path, &RemovedKey::path);
+  return key == std::end(kRemovedKeys) ? nullptr : key;
+}
+
 // What to say about a key that does not exist: the nearest one that does, where being in another section counts
 // like one wrong letter; or what its section has, if nothing is near.
 std::string unknown_key(const ConfigTable& table, const std::string& path) {
@@ -99,6 +113,11 @@ class ConfigReader {
         collect(value, path + ".");
       } else if (const ConfigField* field = table_.find(path)) {
         given_.push_back({field, &value});
+      } else if (const RemovedKey* removed = find_removed(path)) {
+        if (value != json::parse(removed->value)) {
+          fail("{} = {} was removed: what {} meant is done always; remove the key", path, value.dump(),
+               removed->value);
+        }
       } else {
         unknown_.push_back(path);
       }
@@ -132,10 +151,10 @@ class ConfigReader {
 };
 
 // The value of an override, as the JSON that a file would have held.
-json override_value(const ConfigField& field, const std::string& text) {
+json override_value(const ConfigField* field, const std::string& text) {
   json value = parse_json_if_valid(text);
-  const bool holds_text =
-      std::holds_alternative<TextField>(field.target) || std::holds_alternative<EnumField>(field.target);
+  const bool holds_text = field != nullptr && (std::holds_alternative<TextField>(field->target) ||
+                                               std::holds_alternative<EnumField>(field->target));
   if (value.is_discarded() || (holds_text && !value.is_string())) return text;
   return value;
 }
@@ -153,7 +172,9 @@ std::string apply_override(json& root, const ConfigTable& table, const std::stri
                     path);
   }
   const ConfigField* field = table.find(path);
-  if (field == nullptr) throw_bad_input("{}: {}", kCommandLine, unknown_key(table, path));
+  if (field == nullptr && find_removed(path) == nullptr) {
+    throw_bad_input("{}: {}", kCommandLine, unknown_key(table, path));
+  }
 
   json* section = &root;
   for (size_t begin = 0, dot; (dot = path.find('.', begin)) != std::string::npos; begin = dot + 1) {
@@ -164,7 +185,7 @@ std::string apply_override(json& root, const ConfigTable& table, const std::stri
     }
     section = &child;
   }
-  (*section)[std::string(key_of(path))] = override_value(*field, assignment.substr(equals + 1));
+  (*section)[std::string(key_of(path))] = override_value(field, assignment.substr(equals + 1));
   return path;
 }
 
@@ -182,7 +203,7 @@ void make_room_for_recipe(json& root, const ConfigTable& table, const std::vecto
                                    [&](const std::string& assignment) { return assignment.starts_with(kRecipe); });
   if (chosen == overrides.rend()) return;
   const json own = root.value(json::json_pointer("/precision/recipe"), json());
-  if (own.is_null() || own == override_value(*table.find(kKey), chosen->substr(kRecipe.size()))) return;
+  if (own.is_null() || own == override_value(table.find(kKey), chosen->substr(kRecipe.size()))) return;
   std::vector<const ConfigField*> fields;
   for (const ConfigField& field : table.fields) {
     if (!depends_on_recipe(field.path)) continue;

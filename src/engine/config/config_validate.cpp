@@ -323,12 +323,6 @@ void check_kept_activations(const ModelConfig& m, const PrecisionConfig& p) {
         "both, or weight_copies_blocks = 0",
         p.weight_copies_blocks);
   }
-  if (p.attention_output == Storage::kFp8 && p.gemm != GemmPrecision::kFp8Tensor) {
-    throw_bad_input(
-        "precision.attention_output = fp8 needs precision.gemm = fp8_tensor, not {}; set that, or "
-        "attention_output = compute",
-        name_of(p.gemm));
-  }
 }
 
 void check_attention_scores(const ModelConfig& m, const PrecisionConfig& p) {

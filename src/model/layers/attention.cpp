@@ -49,7 +49,6 @@ Attention::Attention(const ModelConfig& model, const PrecisionConfig& precision,
       k_norm_(table.index_of(prefix + "k_norm")),
       qkv_layer_(precision, table, prefix + "qkv"),
       out_layer_(precision, table, prefix + "attention_out"),
-      keeps_fp8_output_(precision.attention_output == Storage::kFp8),
       has_joint_scales_(precision.attention_scores == Storage::kFp8 && !is_encoder_) {}
 
 void Attention::declare(BufferScope& scope) {
@@ -77,8 +76,7 @@ void Attention::declare(BufferScope& scope) {
     parts_ = scope.workspace("context_parts", scope.compute(), {T, d_qkv()}, forward);
     whole_ = scope.workspace("context_whole", scope.compute(), {T, d_qkv()}, forward);
   }
-  attention_ = keeps_fp8_output_ ? scope.workspace("attention", scope.compute(), {T, d_heads()}, phases)
-                                 : scope.kept("attention", scope.compute(), {T, d_heads()});
+  attention_ = scope.kept("attention", scope.compute(), {T, d_heads()});
   qkv_layer_.declare(scope, "qkv", scope.forward(kForwardAttention), kBackwardQkv);
   out_layer_.declare(scope, "attention_out", scope.forward(kForwardAttention), kBackwardAttentionOut);
   if (scope.formats().fp8_gemm) declare_output(scope);
@@ -94,8 +92,7 @@ void Attention::declare_output(BufferScope& scope) {
     amax_ = scope.workspace("attention_amax", DType::kF32, {1}, forward);
   }
   const TensorId scale = scope.kept_scale("attention_fp8");
-  attention_fp8_.row = keeps_fp8_output_ ? scope.kept("attention_fp8", format, T, d_heads(), scale)
-                                         : scope.workspace("attention_fp8", format, T, d_heads(), forward, scale);
+  attention_fp8_.row = scope.workspace("attention_fp8", format, T, d_heads(), forward, scale);
   if (!scope.has_backward() || !out_layer_.trains_weight()) return;
   attention_fp8_.transposed =
       scope.workspace("attention_fp8_t", format, d_heads(), T, kBackwardAttentionOut, scale);
@@ -157,9 +154,6 @@ void Attention::backward(const StepContext& step, const GemmInput& d_out, const 
   const TensorView d_qkv_amax = step.vector(d_qkv_amax_, 1);
   const ScaledView saved = step.matrix(qkv_saved_, T, d_qkv());
   if (!saved.empty() && !has_qk_norm()) quantize(step.device, {.x = saved, .out = qkv, .out_t = {}});
-  if (keeps_fp8_output_) {
-    quantize(step.device, {.x = step.matrix(attention_fp8_.row, T, d_heads()), .out = attention, .out_t = {}});
-  }
   out_layer_.input_gradient(step, d_out, d_attention);
   out_layer_.bias_gradient(step, d_out.plain);
   if (out_layer_.reads_input_again()) out_layer_.weight_gradient(step, d_out, output_again(step, attention));
@@ -303,12 +297,11 @@ GemmInput Attention::output_again(const StepContext& step, const TensorView& att
   if (!attention_fp8_.transposed.valid()) return {attention, {}};
   const int64_t T = step.num_tokens();
   const GemmInput again = {attention, step.matrix(attention_fp8_.transposed, d_heads(), T)};
-  // From the FP8 copy code for code, or from the BF16 one with the scale that forward kept: the same codes.
-  quantize(step.device,
-           {.x = keeps_fp8_output_ ? step.matrix(attention_fp8_.row, T, d_heads()) : ScaledView(attention),
-            .out = {},
-            .out_t = again.transposed,
-            .scale_given = again.transposed.scaling == Scaling::kTensor});
+  // With the scale that forward kept: the same codes.
+  quantize(step.device, {.x = attention,
+                         .out = {},
+                         .out_t = again.transposed,
+                         .scale_given = again.transposed.scaling == Scaling::kTensor});
   return again;
 }
 

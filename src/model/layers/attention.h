@@ -90,7 +90,6 @@ class Attention {
   float scale_;          // of the scores
   int q_norm_, k_norm_;  // their weights; -1: none
   Linear qkv_layer_, out_layer_;
-  bool keeps_fp8_output_;  // precision.attention_output
   bool has_joint_scales_;  // precision.attention_scores: of the queries and keys that are kept
 
   // [T, (H + 2 Hkv) D] rotated q, k, and v: what attention reads. With a norm and no FP8 copy: q, k and v as they
