@@ -120,24 +120,8 @@ void bench_attention(Bench& bench, const ModelShape& m) {
             t.bf16({m.T, 3 * m.d}), t.bf16({m.T, m.d}), t.fp32({B, m.heads, m.S}), m.S, m.heads, m.heads, scale};
       },
       attention_forward);
-  constexpr int64_t kGroup = 32;
-  const auto codes = [&](Tensors& t) { return t.fp8(DType::kE4M3, m.T, 3 * m.d, Scaling::kGroup, kGroup); };
-  bench.time(
-      m.name, "attention_forward.codes",
-      [&](Tensors& t) {
-        return AttentionForward{.qkv = t.bf16({m.T, 3 * m.d}),
-                                .out = t.bf16({m.T, m.d}),
-                                .lse = t.fp32({B, m.heads, m.S}),
-                                .sequence_length = m.S,
-                                .num_heads = m.heads,
-                                .num_kv_heads = m.heads,
-                                .scale = scale,
-                                .codes = codes(t)};
-      },
-      attention_forward);
   const int64_t scratch = cuda::attention_backward_scratch_bytes(B, m.S, m.heads, m.heads, m.d / m.heads);
-  const auto time_backward = [&](const char* name, bool rotates, bool finds_amax, int64_t scratch_bytes,
-                                 bool from_codes = false) {
+  const auto time_backward = [&](const char* name, bool rotates, bool finds_amax, int64_t scratch_bytes) {
     bench.time(
         m.name, name,
         [&](Tensors& t) {
@@ -153,8 +137,7 @@ void bench_attention(Bench& bench, const ModelShape& m) {
               .scale = scale,
               .cos_sin = rotates ? cos_sin(t, m) : TensorView(),
               .d_qkv_amax = finds_amax ? t.fp32({1}) : TensorView(),
-              .scratch = scratch_bytes > 0 ? t.make(DType::kU8, {scratch_bytes}) : TensorView(),
-              .codes = from_codes ? codes(t) : ScaledView()};
+              .scratch = scratch_bytes > 0 ? t.make(DType::kU8, {scratch_bytes}) : TensorView()};
         },
         attention_backward);
   };
@@ -162,7 +145,6 @@ void bench_attention(Bench& bench, const ModelShape& m) {
   time_backward("attention_backward.no_scratch", false, false, 0);
   time_backward("attention_backward.rotated", true, false, scratch);
   time_backward("attention_backward.fp8", true, true, scratch);
-  time_backward("attention_backward.fp8.codes", true, true, scratch, /*from_codes=*/true);
   constexpr int64_t kSampledRows = 512;  // as telemetry's
   bench.time(
       m.name, "attention_statistics",

@@ -58,19 +58,13 @@ void bench_norm(Bench& bench, const ModelShape& m) {
 }
 
 void bench_rope(Bench& bench, const ModelShape& m) {
-  for (const bool joint : {false, true}) {
-    bench.time(
-        m.name, joint ? "rope_forward.fp8.joint" : "rope_forward.fp8",
-        [&](Tensors& t) {
-          return RopeForward{t.bf16({m.T, 3 * m.d}),
-                             cos_sin(t, m),
-                             m.heads,
-                             m.heads,
-                             t.fp8(DType::kE4M3, m.T, 3 * m.d, Scaling::kGroup, kGroup),
-                             joint};
-        },
-        rope_forward);
-  }
+  bench.time(
+      m.name, "rope_forward.fp8",
+      [&](Tensors& t) {
+        return RopeForward{t.bf16({m.T, 3 * m.d}), cos_sin(t, m), m.heads, m.heads,
+                           t.fp8(DType::kE4M3, m.T, 3 * m.d, Scaling::kGroup, kGroup)};
+      },
+      rope_forward);
 }
 
 void bench_swiglu(Bench& bench, const ModelShape& m, const char* forward, const char* backward,
@@ -122,7 +116,7 @@ void bench_swiglu_projection(Bench& bench, const ModelShape& m) {
 }
 
 // The projection to q, k and v with their rotation, as one op and as two.
-void bench_rope_projection(Bench& bench, const ModelShape& m, bool joint) {
+void bench_rope_projection(Bench& bench, const ModelShape& m) {
   const auto make = [&](Tensors& t) {
     const int64_t width = 3 * m.d;
     const TensorView qkv = t.bf16({m.T, width});
@@ -134,11 +128,10 @@ void bench_rope_projection(Bench& bench, const ModelShape& m, bool joint) {
                                    .cos_sin = cos_sin(t, m),
                                    .num_heads = m.heads,
                                    .num_kv_heads = m.heads,
-                                   .saved = t.fp8(DType::kE4M3, m.T, width, Scaling::kGroup, kGroup),
-                                   .joint_scales = joint}};
+                                   .saved = t.fp8(DType::kE4M3, m.T, width, Scaling::kGroup, kGroup)}};
   };
-  bench.time(m.name, joint ? "rope_projection.joint" : "rope_projection", make, rope_projection);
-  bench.time(m.name, joint ? "rope_projection.joint.two" : "rope_projection.two", make,
+  bench.time(m.name, "rope_projection", make, rope_projection);
+  bench.time(m.name, "rope_projection.two", make,
              [](Device& device, const RopeProjection& a) { run_as_two(device, a); });
 }
 
@@ -205,7 +198,7 @@ void bench_float8(Bench& bench, const ModelShape& model) {
   bench_swiglu(bench, model, "swiglu_forward.fp8", "swiglu_backward.fp8", GateActivation::kSilu);
   bench_swiglu(bench, model, "swiglu_forward.fp8.gelu", "swiglu_backward.fp8.gelu", GateActivation::kGeluTanh);
   bench_swiglu_projection(bench, model);
-  for (const bool joint : {false, true}) bench_rope_projection(bench, model, joint);
+  bench_rope_projection(bench, model);
   bench_quantize(bench, model);
   bench_adamw(bench, model);
 }

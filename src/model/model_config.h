@@ -197,7 +197,6 @@ struct PrecisionConfig {
   Storage norm_input = Storage::kCompute;
   Storage up_gate = Storage::kCompute;
   Storage qkv = Storage::kCompute;
-  Storage attention_scores = Storage::kCompute;
   Storage head = Storage::kCompute;
   Storage tower = Storage::kCompute;
   bool sampled_amax = false;
@@ -242,11 +241,6 @@ struct PrecisionConfig {
     visit(
         "qkv", qkv,
         "How rotated q, k and v are kept: compute or fp8. With model.qk_norm they are kept unnormalised and unrotated");
-    visit(
-        "attention_scores", attention_scores,
-        "Queries and keys as attention's scores read them: compute, or fp8: their kept E4M3 codes, of which a head "
-        "has one scale for 64 tokens then. On GPUs of compute capability 9.0 with heads of 128 and sequences of a "
-        "multiple of 64 they are multiplied as they are, elsewhere what they decode to; docs/precision.md has more");
     visit(
         "head", head,
         "Inputs of the products that make the logits, and of their gradients: compute, or fp8 with the scaling of "

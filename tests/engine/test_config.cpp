@@ -101,6 +101,7 @@ TEST_CASE("a removed key is ignored with the value that is meant always, and ref
   };
   const Removed keys[] = {
       {"precision.attention_output", R"("compute")", R"("fp8")"},
+      {"precision.attention_scores", R"("compute")", R"("fp8")"},
   };
   for (const auto& [key, value, other] : keys) {
     CAPTURE(key);
@@ -240,7 +241,6 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"norm_input", row.norm_input},
                                  {"up_gate", row.up_gate},
                                  {"qkv", row.qkv},
-                                 {"attention_scores", "compute"},
                                  {"head", is_parka ? "fp8" : "compute"},
                                  {"tower", "compute"},
                                  {"sampled_amax", is_parka},

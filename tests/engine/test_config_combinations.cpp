@@ -170,27 +170,6 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
          c.precision.group_size = 64;
        },
        "precision.qkv = fp8 needs model.d_model / model.num_heads = 32"},
-      {[](Config& c) { c.precision.attention_scores = Storage::kFp8; },
-       "precision.attention_scores = fp8 needs queries and keys kept as E4M3"},
-      {[](Config& c) {
-         apply_recipe(Recipe::kParka, c);
-         c.precision.attention_scores = Storage::kFp8;
-         c.precision.forward_format = DType::kE5M2;
-       },
-       "precision.attention_scores = fp8 needs queries and keys kept as E4M3"},
-      {[](Config& c) {
-         apply_recipe(Recipe::kParka, c);
-         c.precision.attention_scores = Storage::kFp8;
-         c.model.qk_norm = QkNormKind::kPerHead;
-       },
-       "precision.attention_scores = fp8 needs model.qk_norm = none, not per_head"},
-      {[](Config& c) {
-         apply_recipe(Recipe::kParka, c);
-         c.precision.attention_scores = Storage::kFp8;
-         c.model.rope_scaling.kind = RopeScalingKind::kYarn;
-         c.model.rope_scaling.attention_factor = 2.5;
-       },
-       "precision.attention_scores = fp8 has no room for cosines of 2.5"},
       {[](Config& c) { c.precision.save_silu = true; }, "precision.save_silu = true needs precision.up_gate = fp8"},
       {[](Config& c) { c.finetune.rank = 3; }, "finetune.rank has no meaning with finetune.method = full"},
       {[](Config& c) { c.finetune.alpha = 3; }, "finetune.alpha has no meaning with finetune.method = full"},

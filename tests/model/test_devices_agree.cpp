@@ -264,8 +264,6 @@ std::vector<PrecisionConfig> float8_precisions() {
     all.back().head = Storage::kFp8;
   }
   all.push_back(precision_recipe(Recipe::kParka));
-  all.back().attention_scores = Storage::kFp8;
-  all.push_back(precision_recipe(Recipe::kParka));
   all.back().sampled_amax = false;
   return all;
 }
@@ -302,7 +300,6 @@ TEST_CASE("a GPU's loss and gradients in every FP8 recipe are as exact as the CP
   const ModelConfig config = float8_config(c);
   const Result exact = run(config, precision_recipe(Recipe::kFp32), cpu_device(), c.shape);
   for (const PrecisionConfig& precision : float8_precisions()) {
-    if (precision.attention_scores == Storage::kFp8 && c.qk_norm != QkNormKind::kNone) continue;
     const Result cpu = run(config, precision, cpu_device(), c.shape);
     const Result got = run(config, precision, *gpu(), c.shape);
     CAPTURE(name_of(precision.recipe), name_of(precision.head), name_of(c.norm), name_of(c.qk_norm),
@@ -337,10 +334,6 @@ TEST_CASE("a GPU's gradients have the same bits however memory is saved", "[mode
   for (const Recipe recipe :
        {Recipe::kBf16, Recipe::kFp8Linear, Recipe::kFp8Block, Recipe::kCoat, Recipe::kParka}) {
     bases.push_back(precision_recipe(recipe));
-  }
-  if (c.qk_norm == QkNormKind::kNone) {
-    bases.push_back(precision_recipe(Recipe::kParka));
-    bases.back().attention_scores = Storage::kFp8;
   }
   bases.push_back(precision_recipe(Recipe::kCoat));
   bases.back().sampled_amax = true;

@@ -30,6 +30,7 @@ struct RemovedKey {
 };
 constexpr RemovedKey kRemovedKeys[] = {
     {"precision.attention_output", R"("compute")"},
+    {"precision.attention_scores", R"("compute")"},
 };
 
 const RemovedKey* find_removed(std::string_view path) {

@@ -325,27 +325,6 @@ void check_kept_activations(const ModelConfig& m, const PrecisionConfig& p) {
   }
 }
 
-void check_attention_scores(const ModelConfig& m, const PrecisionConfig& p) {
-  if (p.attention_scores == Storage::kCompute) return;
-  if (p.qkv != Storage::kFp8 || p.forward_format != DType::kE4M3 || p.compute != DType::kBF16) {
-    throw_bad_input(
-        "precision.attention_scores = fp8 needs queries and keys kept as E4M3 and computed in bf16; set "
-        "precision.qkv = fp8, forward_format = e4m3 and compute = bf16, or attention_scores = compute");
-  }
-  if (m.qk_norm != QkNormKind::kNone) {
-    throw_bad_input(
-        "precision.attention_scores = fp8 needs model.qk_norm = none, not {}: with a norm queries and keys are kept "
-        "as they are before it; use attention_scores = compute",
-        name_of(m.qk_norm));
-  }
-  if (rope_amplitude(m.rope_scaling) > kJointAmplitude) {
-    throw_bad_input(
-        "precision.attention_scores = fp8 has no room for cosines of {:.3g} (model.rope_scaling.attention_factor, or "
-        "0.1 ln factor + 1), which may be {} at most; use attention_scores = compute",
-        rope_amplitude(m.rope_scaling), kJointAmplitude);
-  }
-}
-
 void check_compute(const PrecisionConfig& p, const OptimizerConfig& o) {
   const bool fp32 = p.compute == DType::kF32;
   if (fp32 && o.master != MasterForm::kNone) {
@@ -544,7 +523,6 @@ void validate(const Config& config) {
   check_fp8_head(config);
   check_fp8_tower(config.model, config.precision);
   check_kept_activations(config.model, config.precision);
-  check_attention_scores(config.model, config.precision);
   check_compute(config.precision, config.optimizer);
   check_offloaded_weights(config);
   check_clipping(config.optimizer);

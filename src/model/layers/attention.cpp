@@ -48,8 +48,7 @@ Attention::Attention(const ModelConfig& model, const PrecisionConfig& precision,
       q_norm_(table.index_of(prefix + "q_norm")),
       k_norm_(table.index_of(prefix + "k_norm")),
       qkv_layer_(precision, table, prefix + "qkv"),
-      out_layer_(precision, table, prefix + "attention_out"),
-      has_joint_scales_(precision.attention_scores == Storage::kFp8 && !is_encoder_) {}
+      out_layer_(precision, table, prefix + "attention_out") {}
 
 void Attention::declare(BufferScope& scope) {
   const int64_t T = scope.tokens();
@@ -208,9 +207,7 @@ RopeForward Attention::rotation(const StepContext& step, const TensorView& qkv, 
           .cos_sin = positions(step).rotations,
           .num_heads = num_heads_,
           .num_kv_heads = num_kv_heads_,
-          .saved = saved,
-          // Not of the rows of generation's steps, each of which belongs to another sequence.
-          .joint_scales = has_joint_scales_ && !saved.empty() && !step.attends_to_cache()};
+          .saved = saved};
 }
 
 // From what the projection has written.
@@ -273,7 +270,6 @@ void Attention::attend(const StepContext& step, const TensorView& qkv, const Ten
   step.clear_padding(out);
   AttentionForward arguments = forward_arguments(step, step.rows_of_sequences(qkv), step.rows_of_sequences(out));
   arguments.out_amax = amax;
-  arguments.codes = codes(step);
   attention_forward(step.device, arguments);
 }
 
@@ -317,7 +313,6 @@ void Attention::attend_backward(const StepContext& step, const TensorView& qkv, 
       backward_arguments(step, step.rows_of_sequences(qkv), step.rows_of_sequences(attention),
                          step.rows_of_sequences(d_attention), step.rows_of_sequences(d_qkv));
   arguments.d_qkv_amax = d_qkv_amax;
-  arguments.codes = codes(step);
   step.samples.add_attention(step.device, block_, arguments);
   attention_backward(step.device, arguments);
 }
@@ -346,12 +341,6 @@ TensorView Attention::log_sum_exp(const StepContext& step) const {
   const TensorView whole = step.arena[lse_];
   const BatchShape& shape = step.shape;
   return {whole.data, whole.dtype, {shape.num_sequences, num_heads_ / shape.context_size, shape.whole_length()}};
-}
-
-// Of whole sequences, where scores may be taken from them.
-ScaledView Attention::codes(const StepContext& step) const {
-  if (!has_joint_scales_) return {};
-  return step.matrix(qkv_saved_, step.shape.num_sequence_tokens(), d_qkv());
 }
 
 void Attention::sample_weights(const StepContext& step) const {

@@ -64,7 +64,6 @@ class Attention {
   void attend_backward(const StepContext& step, const TensorView& qkv, const TensorView& attention,
                        const TensorView& d_attention, const TensorView& d_qkv, const TensorView& d_qkv_amax) const;
   TensorView log_sum_exp(const StepContext& step) const;
-  ScaledView codes(const StepContext& step) const;
   AttentionForward forward_arguments(const StepContext& step, const TensorView& qkv, const TensorView& out) const;
   AttentionBackward backward_arguments(const StepContext& step, const TensorView& qkv, const TensorView& out,
                                        const TensorView& d_out, const TensorView& d_qkv) const;
@@ -90,7 +89,6 @@ class Attention {
   float scale_;          // of the scores
   int q_norm_, k_norm_;  // their weights; -1: none
   Linear qkv_layer_, out_layer_;
-  bool has_joint_scales_;  // precision.attention_scores: of the queries and keys that are kept
 
   // [T, (H + 2 Hkv) D] rotated q, k, and v: what attention reads. With a norm and no FP8 copy: q, k and v as they
   // are projected.

@@ -130,36 +130,8 @@ struct SavedGroups {
   __device__ bool writes_scale() const { return (static_cast<int>(threadIdx.x) & (lanes - 1)) < 2; }
 };
 
-// Writes the joint scales of queries and keys as the scales of their groups: a block those of a head in kJointRows
-// rows, of which `count` exist in all. D is a multiple of kWidth and of the group.
-template <typename T, int kWidth, typename S>
-__global__ void __launch_bounds__(kThreads)
-    joint_scales_kernel(const T* qkv_TW, S* scales, int across, int group, int64_t count, const Shape shape) {
-  __shared__ float maxima[kThreads / kWarpSize];
-  const int width = 2 * shape.half, packs = width / kWidth;
-  const int64_t first = int64_t{blockIdx.x} * kJointRows;
-  const int rows = static_cast<int>(min(int64_t{kJointRows}, count - first));
-  const T* const head = qkv_TW + first * shape.row_width + int64_t{blockIdx.y} * width;
-  float amax = 0.0f;
-  for (int i = static_cast<int>(threadIdx.x); i < rows * packs; i += kThreads) {
-    const auto x = load_stored<kWidth>(head + i / packs * shape.row_width + i % packs * kWidth);
-#pragma unroll
-    for (int k = 0; k < kWidth; ++k) amax = max_magnitude(amax, x[k]);
-  }
-  // Magnitudes are in the order of their bits.
-  amax = __uint_as_float(__reduce_max_sync(kFullWarp, __float_as_uint(amax)));
-  if (threadIdx.x % kWarpSize == 0) maxima[threadIdx.x / kWarpSize] = amax;
-  __syncthreads();
-  for (const float other : maxima) amax = fmaxf(amax, other);
-  const int groups = width / group;
-  for (int i = static_cast<int>(threadIdx.x); i < rows * groups; i += kThreads) {
-    scales[(first + i / groups) * across + blockIdx.y * groups + i % groups] = from_float<S>(joint_scale(amax));
-  }
-}
-
-// Rotates queries and keys, quantizes all heads, and writes what they decode to back. kJoint: queries and keys have
-// their scales already.
-template <bool kJoint, typename T, int kWidth, typename F8, typename S>
+// Rotates queries and keys, quantizes all heads, and writes what they decode to back.
+template <typename T, int kWidth, typename F8, typename S>
 __global__ void __launch_bounds__(kThreads, kSaveBlocks)
     rope_save_kernel(T* qkv_TW, const float* cos_sin_SD, const SavedGroups<F8, S> saved, const Shape shape) {
   using Codes = Pack<uint32_t, kWidth / 4>;
@@ -175,10 +147,8 @@ __global__ void __launch_bounds__(kThreads, kSaveBlocks)
     if (!__any_sync(kFullWarp, wanted)) return;  // and so for all later heads of the warp
     float low[kWidth], high[kWidth];
     pairs.rotate(n, shape, low, high);
-    GroupScales scale =
+    const GroupScales scale =
         scales_for_groups<F8, S>(max_magnitude_of(0.0f, low), max_magnitude_of(0.0f, high), saved.lanes);
-    const bool joint = kJoint && pairs.head(n) < shape.num_rotated;
-    if (joint && wanted) scale.first = scale.second = joint_piece(to_float(scales[n * scale_stride]));
     const Codes low_codes = encode_and_decode<F8>(scale.first, low);
     const Codes high_codes = encode_and_decode<F8>(scale.second, high);
     if (!wanted) continue;
@@ -187,8 +157,7 @@ __global__ void __launch_bounds__(kThreads, kSaveBlocks)
     *reinterpret_cast<Codes*>(codes + start + shape.half) = high_codes;
     store(qkv + start, low);
     store(qkv + start + shape.half, high);
-    if (joint || !saved.writes_scale()) continue;
-    scales[n * scale_stride] = from_float<S>(scale.own.scale);  // exact: it was rounded
+    if (saved.writes_scale()) scales[n * scale_stride] = from_float<S>(scale.own.scale);  // exact: it was rounded
   }
 }
 
@@ -244,25 +213,6 @@ struct RopeSource {
   }
 };
 
-// Writes the E4M3 codes of queries and keys, whose groups have joint scales already. Blocks as in
-// joint_scales_kernel.
-template <typename T, typename S>
-__global__ void __launch_bounds__(kThreads)
-    joint_codes_kernel(const RopeSource<T> rotated, Float8E4M3* codes_TW, const S* scales, int across, int group,
-                       int64_t count, const Shape shape) {
-  const int64_t first = int64_t{blockIdx.x} * kJointRows;
-  const int width = 2 * shape.half, begin = static_cast<int>(blockIdx.y) * width;
-  const int rows = static_cast<int>(min(int64_t{kJointRows}, count - first));
-  const float inverse = inverse_of_joint_scale(to_float(scales[first * across + begin / group]));
-  for (int i = static_cast<int>(threadIdx.x); i < rows * width; i += kThreads) {
-    const int64_t row = first + i / width;
-    const int col = begin + i % width;
-    const float x = __fmul_rn(rotated.element(static_cast<int>(row), col), inverse);
-    const uint32_t code = encode_float8x4<Float8E4M3>(x, 0.0f, 0.0f, 0.0f) & 0xffu;
-    codes_TW[row * shape.row_width + col] = {static_cast<uint8_t>(code)};
-  }
-}
-
 // ---- Launches ----
 
 constexpr int kWideBytes = 16;
@@ -314,19 +264,6 @@ void rotate(CudaDevice& device, const TensorView& qkv, const TensorView& cos_sin
   });
 }
 
-// For kernels of which a block takes a head of queries or keys in kJointRows rows.
-dim3 joint_blocks(int64_t rows, const Shape& shape) {
-  return dim3(static_cast<unsigned>(ceil_div(rows, kJointRows)), static_cast<unsigned>(shape.num_rotated));
-}
-
-template <typename T, int kWidth, typename S>
-void write_joint_scales(CudaDevice& device, const RopeForward& a, const Shape& shape) {
-  const int64_t rows = a.qkv.dim[0];
-  joint_scales_kernel<T, kWidth, S><<<joint_blocks(rows, shape), kThreads, 0, device.stream()>>>(
-      a.qkv.as<T>(), a.saved.scale.as<S>(), static_cast<int>(a.saved.scale.dim[1]), static_cast<int>(a.saved.group),
-      rows, shape);
-}
-
 // Rotates and saves in one kernel, if groups hold whole packs of one half of a head and lie within a warp.
 bool rotate_and_save(CudaDevice& device, const RopeForward& a, const Shape& shape) {
   using T = BFloat16;
@@ -347,11 +284,8 @@ bool rotate_and_save(CudaDevice& device, const RopeForward& a, const Shape& shap
                                      .across = static_cast<int>(a.saved.scale.dim[1]),
                                      .group_shift = std::countr_zero(group),
                                      .lanes = static_cast<int>(group) / kWidth};
-      if (a.joint_scales) write_joint_scales<T, kWidth, S>(device, a, shape);
-      const auto kernel =
-          a.joint_scales ? rope_save_kernel<true, T, kWidth, F8, S> : rope_save_kernel<false, T, kWidth, F8, S>;
-      kernel<<<launch.blocks, launch.threads, 0, device.stream()>>>(a.qkv.as<T>(), a.cos_sin.as<float>(), saved,
-                                                                    shape);
+      rope_save_kernel<T, kWidth, F8, S><<<launch.blocks, launch.threads, 0, device.stream()>>>(
+          a.qkv.as<T>(), a.cos_sin.as<float>(), saved, shape);
     });
   });
   return true;
@@ -363,15 +297,6 @@ void save_and_read_back(CudaDevice& device, const RopeForward& a, const Shape& s
   const int64_t rows = a.qkv.dim[0], cols = a.qkv.dim[1];
   const RopeSource<T> rotated(a.qkv, a.cos_sin, shape.num_rotated);
   write_group_codes(device, rotated, rows, cols, a.saved);
-  if (a.joint_scales) {
-    with_plain_type(a.saved.scale.dtype, [&](auto scale) {
-      using S = decltype(scale);
-      write_joint_scales<T, 1, S>(device, a, shape);
-      joint_codes_kernel<T, S><<<joint_blocks(rows, shape), kThreads, 0, device.stream()>>>(
-          rotated, a.saved.data.as<Float8E4M3>(), a.saved.scale.as<S>(), static_cast<int>(a.saved.scale.dim[1]),
-          static_cast<int>(a.saved.group), rows, shape);
-    });
-  }
   cuda::quantize(device, Quantize{.x = a.saved, .out = a.qkv});
 }
 

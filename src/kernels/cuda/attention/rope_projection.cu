@@ -54,10 +54,10 @@ struct RotatedCodes {
 
   // Of pairs whose low halves begin at column `col`. To be called by whole warps, whose lanes 8i to 8i + 7 have 128
   // columns of one row; kLanes of them have a group. It has no branch, so that the compiler can mix the
-  // instructions for two heads. kJoint: what is rotated has the scale `joint`.
-  template <int kLanes, Rotates kRotates, bool kJoint>
+  // instructions for two heads.
+  template <int kLanes, Rotates kRotates>
   __device__ Made make(const Stored<BFloat16, kWidth>& low, const Stored<BFloat16, kWidth>& high,
-                       const Angles& angle, int col, float joint) const {
+                       const Angles& angle, int col) const {
     const bool rotates = kRotates == Rotates::kAll || (kRotates == Rotates::kSome && col < rotated_width);
     Made made;
 #pragma unroll
@@ -67,15 +67,8 @@ struct RotatedCodes {
       made.low[i] = rotates ? new_low : low[i];
       made.high[i] = rotates ? new_high : high[i];
     }
-    GroupScales scale;
-    const PieceScale piece = joint_piece(joint);
-    if constexpr (kJoint && kRotates == Rotates::kAll) {
-      scale = {piece, piece, piece};
-    } else {
-      scale = scales_for_groups<Float8E4M3, BFloat16>(max_magnitude_of(0.0f, made.low),
-                                                      max_magnitude_of(0.0f, made.high), kLanes);
-      if (kJoint && rotates) scale = {piece, piece, piece};
-    }
+    const GroupScales scale = scales_for_groups<Float8E4M3, BFloat16>(max_magnitude_of(0.0f, made.low),
+                                                                      max_magnitude_of(0.0f, made.high), kLanes);
     made.low_codes = encode_and_decode<Float8E4M3>(scale.first, made.low);
     made.high_codes = encode_and_decode<Float8E4M3>(scale.second, made.high);
     made.own_scale = scale.own.scale;
@@ -97,59 +90,29 @@ struct RotatedCodes {
 
 #if PARKA_SM90_CODE
 
-// Joint scales of a tile for a finisher: of its head of the lower half of W and of that W / 2 behind it, in the
-// rows of each consumer, which are kJointRows.
-struct TileScales {
-  float lower[sm90_float8::kConsumers], upper[sm90_float8::kConsumers];
-
-  TileScales() = default;
-  // Of the head of D columns at column `col` of 128.
-  __device__ TileScales(const sm90_float8::TileMaxima& maxima, int col, int D) {
-    using namespace sm90_float8;
-    static_assert(kConsumerRows == kJointRows);
-    const int part = col / kMaximaCols, parts = D / kMaximaCols;
-#pragma unroll
-    for (int consumer = 0; consumer < kConsumers; ++consumer) {
-      const auto scale_from = [&](int begin) { return joint_scale(maxima.of_columns(consumer, begin, parts)); };
-      lower[consumer] = scale_from(part);
-      upper[consumer] = scale_from(kHalfCols / kMaximaCols + part);
-    }
-  }
-};
-
 // By a finisher, of half a tile. kRotates is for columns of the upper half of W: those of the lower half are
-// queries or keys, all of which are rotated. `maxima`: TileMaxima for joint scales, otherwise nothing.
-template <int kLanes, RotatedCodes::Rotates kRotates, typename... Maxima>
+// queries or keys, all of which are rotated.
+template <int kLanes, RotatedCodes::Rotates kRotates>
 __device__ __forceinline__ void rotate_half(const RotatedCodes& rotated, sm90_float8::TileOrder::Place place,
-                                            int half_tile, uint32_t memory, const Maxima&... maxima) {
+                                            int half_tile, uint32_t memory) {
   using namespace sm90_float8;
   constexpr int kWidth = RotatedCodes::kWidth, kRowThreads = kHalfCols / (2 * kWidth);
   constexpr int kRowsAtATime = kFinishers / kRowThreads;
   const int thread = finisher_index(), part = thread % kRowThreads * kWidth;  // of 64 pairs
   const int half = rotated.half, pair = part % half, col = part / half * 2 * half + pair;
   const int to_upper = rotated.width / 2;
-  constexpr bool kJoint = sizeof...(maxima) > 0;
   const auto row_of = [&](int row) { return place.row + OutTile::tile_row(half_tile, row); };
-  const auto joint = [&] {
-    if constexpr (kJoint) {
-      return TileScales(maxima..., part / half * 2 * half, 2 * half);
-    } else {
-      return TileScales();
-    }
-  }();
   auto next_angles = rotated.angles(row_of(thread / kRowThreads), pair);
 #pragma unroll 1
   for (int row = thread / kRowThreads; row < kHalfRows; row += kRowsAtATime) {
-    const bool is_second = OutTile::tile_row(half_tile, row) >= kConsumerRows;
     const auto angles = next_angles;
     next_angles = rotated.angles(row_of(row + kRowsAtATime), pair);  // they come from memory
     const auto read = [&](int at) { return read_half<kWidth>(memory, row, at); };
     const auto low = read(col), high = read(col + half);
     const auto upper_low = read(kHalfCols + col), upper_high = read(kHalfCols + col + half);
-    const auto made = rotated.make<kLanes, RotatedCodes::Rotates::kAll, kJoint>(low, high, angles, place.col + col,
-                                                                                joint.lower[is_second]);
-    const auto made_upper = rotated.make<kLanes, kRotates, kJoint>(
-        upper_low, upper_high, angles, place.col + to_upper + col, joint.upper[is_second]);
+    const auto made = rotated.make<kLanes, RotatedCodes::Rotates::kAll>(low, high, angles, place.col + col);
+    const auto made_upper =
+        rotated.make<kLanes, kRotates>(upper_low, upper_high, angles, place.col + to_upper + col);
     if (row_of(row) >= rotated.rows) continue;
     const int64_t offset = int64_t{row_of(row)} * rotated.width + place.col + col;
     rotated.write<kLanes>(made, offset);
@@ -159,21 +122,20 @@ __device__ __forceinline__ void rotate_half(const RotatedCodes& rotated, sm90_fl
 
 #endif
 
-template <int kLanes, bool kJoint>
+template <int kLanes>
 __global__ void __launch_bounds__(sm90_float8::kThreads, 1) __cluster_dims__(sm90_float8::kClusterBlocks, 1, 1)
     project_rotate_kernel(const __grid_constant__ sm90_float8::Product product, const RotatedCodes rotated) {
 #if PARKA_SM90_CODE
   extern __shared__ __align__(1024) unsigned char shared[];
-  sm90_float8::run_product<kJoint>(
-      product, shared,
-      [&](sm90_float8::TileOrder::Place place, int half_tile, uint32_t memory, const auto&... maxima) {
-        using Rotates = RotatedCodes::Rotates;
-        if (place.col + product.half_cols < rotated.rotated_width) {
-          rotate_half<kLanes, Rotates::kSome>(rotated, place, half_tile, memory, maxima...);
-        } else {
-          rotate_half<kLanes, Rotates::kNone>(rotated, place, half_tile, memory, maxima...);
-        }
-      });
+  sm90_float8::run_product(product, shared,
+                           [&](sm90_float8::TileOrder::Place place, int half_tile, uint32_t memory) {
+                             using Rotates = RotatedCodes::Rotates;
+                             if (place.col + product.half_cols < rotated.rotated_width) {
+                               rotate_half<kLanes, Rotates::kSome>(rotated, place, half_tile, memory);
+                             } else {
+                               rotate_half<kLanes, Rotates::kNone>(rotated, place, half_tile, memory);
+                             }
+                           });
 #endif
 }
 
@@ -183,10 +145,9 @@ bool has_one_kernel(Device& device, const RopeProjection& a) {
   const int64_t half = a.rope.cos_sin.dim[1] / 2, group = a.rope.saved.group;
   const bool has_whole_heads = half % RotatedCodes::kWidth == 0 && sm90_float8::kHalfCols % (2 * half) == 0 &&
                                a.rope.qkv.dim[1] % sm90_float8::kTileCols == 0;
-  const bool has_joint_scales = !a.rope.joint_scales || (2 * half) % sm90_float8::kMaximaCols == 0;
   const bool has_whole_groups = (group == 16 || group == 32 || group == 64) && half % group == 0;
   return sm90_float8::runs_on(as_cuda(device)) && suits_one_kernel(a) && has_whole_heads && has_whole_groups &&
-         has_joint_scales && a.rope.saved.scale.dtype == DType::kBF16 && a.rope.cos_sin.numel() <= INT32_MAX &&
+         a.rope.saved.scale.dtype == DType::kBF16 && a.rope.cos_sin.numel() <= INT32_MAX &&
          is_aligned(a.rope.qkv.data, 16) && is_aligned(a.rope.cos_sin.data, 16) &&
          is_aligned(a.rope.saved.data.data, 16);
 }
@@ -197,18 +158,12 @@ void rope_projection(Device& device, const RopeProjection& a) {
     cuda::rope_forward(device, a.rope);
     return;
   }
-  const auto launch_with = [&](auto lanes) {
-    const auto kernel =
-        a.rope.joint_scales ? project_rotate_kernel<lanes.value, true> : project_rotate_kernel<lanes.value, false>;
-    sm90_float8::launch(as_cuda(device), "rope_projection", kernel, sm90_float8::Product(a.projection),
-                        RotatedCodes(a.rope));
-  };
   constexpr int kWidth = RotatedCodes::kWidth;
-  switch (a.rope.saved.group) {
-    case 2 * kWidth: launch_with(std::integral_constant<int, 2>()); return;
-    case 4 * kWidth: launch_with(std::integral_constant<int, 4>()); return;
-    default: launch_with(std::integral_constant<int, 8>()); return;
-  }
+  const auto kernel = a.rope.saved.group == 2 * kWidth   ? project_rotate_kernel<2>
+                      : a.rope.saved.group == 4 * kWidth ? project_rotate_kernel<4>
+                                                         : project_rotate_kernel<8>;
+  sm90_float8::launch(as_cuda(device), "rope_projection", kernel, sm90_float8::Product(a.projection),
+                      RotatedCodes(a.rope));
 }
 
 }  // namespace parka::cuda

@@ -1,15 +1,12 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/attention/attention_tiles.cuh"
 #include "kernels/cuda/ptx/sm90.cuh"
-#include "kernels/cuda/ptx/sm90_float8.cuh"
 #include "kernels/cuda/vector.cuh"
 #include "kernels/device/cuda/check.h"
-#include "kernels/ops/attention/rope.h"
 
 // What the attention kernels for compute capability 9.0 share. They are persistent and warp-specialised: one block
 // per multiprocessor takes tiles of 128 rows, the next one whenever it is done. A block has a producer warpgroup,
@@ -185,115 +182,6 @@ struct FirstKeys {
     mask_earlier_keys<kRowsAreKeys>(scores, of_row + query_begin, S - 1 - query_begin, key_begin);
   }
 };
-
-// ---- Scores from codes ----
-
-// Whether scores are taken from the codes that the caller gives: of heads as wide as a row of a tile of codes,
-// where kJointRows from a sequence's first row on are those of a joint scale.
-template <typename Args>
-bool takes_codes(const Args& a) {
-  return AttentionDims(a).D == kCodesDepth && !a.codes.empty() && a.sequence_length % kJointRows == 0 &&
-         a.codes.scale.dtype == DType::kBF16 && is_aligned(a.codes.data.data, 16);
-}
-
-// Calls f with the head width, whether rows have first keys, and whether scores are taken from codes, as types.
-template <typename Args, typename F>
-void with_sm90_form(const Args& a, const F& f) {
-  const auto with_masks = [&](auto width, auto codes) {
-    a.first_key.empty() ? f(width, std::false_type(), codes) : f(width, std::true_type(), codes);
-  };
-  using Wide = std::integral_constant<int, 128>;
-  if (AttentionDims(a).D == 64) return with_masks(std::integral_constant<int, 64>(), std::false_type());
-  takes_codes(a) ? with_masks(Wide(), std::true_type()) : with_masks(Wide(), std::false_type());
-}
-
-// The codes of `a`, where takes_codes(), in boxes of `box_rows` rows.
-template <typename Args>
-CUtensorMap code_map_of(const Args& a, const AttentionDims& dims, int box_rows) {
-  return make_code_tile_map(a.codes.data.data, dims.qkv_stride(), dims.S, dims.B, box_rows);
-}
-
-// The joint scales of the codes.
-struct JointScales {
-  const BFloat16* scales = nullptr;
-  int across = 0, of_head = 0;  // scales of a row and of a head of it
-
-  // Of `a`, where takes_codes().
-  template <typename Args>
-  static JointScales of(const Args& a, const AttentionDims& dims) {
-    return {a.codes.scale.template as<BFloat16>(), static_cast<int>(a.codes.scale.dim[1]),
-            static_cast<int>(dims.D / a.codes.group)};
-  }
-
-  // That of row `row` of sequence b, or of its last one if there is none.
-  __device__ float at(const AttentionDims& dims, int b, int row, int head) const {
-    const int64_t token = int64_t{b} * dims.S + min(row, dims.S - 1);
-    return to_float(scales[token * across + head * of_head]);
-  }
-};
-
-// What scores of codes are multiplied by, of the first and of the second half of a tile's keys.
-struct ColumnFactors {
-  float first, second;
-};
-
-// The factor of column 8 n of kN times as many, where all have one or each half has.
-template <int kN>
-__device__ constexpr float factor_of(float factor, int) {
-  return factor;
-}
-template <int kN>
-__device__ constexpr float factor_of(const ColumnFactors& factors, int n) {
-  return n < kN / 2 ? factors.first : factors.second;
-}
-
-// What a consumer's scores of a tile of queries and tiles of keys are multiplied by, for exp2.
-template <bool kCodes>
-struct ScoreFactors {
-  float scale_log2;
-
-  __device__ ScoreFactors(const JointScales&, const AttentionDims&, Tile, int, float scale_log2)
-      : scale_log2(scale_log2) {}
-  __device__ float of_keys(int) const { return scale_log2; }
-  __device__ float of_max() const { return scale_log2; }  // a largest score, as update_softmax() leaves it
-};
-template <>
-struct ScoreFactors<true> {
-  const JointScales& scales;
-  const AttentionDims& dims;
-  int b, key_head;
-  float of_queries;  // scale_log2 times their scale
-
-  __device__ ScoreFactors(const JointScales& scales, const AttentionDims& dims, Tile tile, int consumer,
-                          float scale_log2)
-      : scales(scales),
-        dims(dims),
-        b(tile.b),
-        key_head(dims.H + tile.head / dims.group()),
-        of_queries(scale_log2 * scales.at(dims, b, tile.begin + consumer * kConsumerRows, tile.head)) {
-    static_assert(kConsumerRows == kJointRows && kTileRows == 2 * kJointRows);
-  }
-  __device__ ColumnFactors of_keys(int begin) const {
-    return {of_queries * scales.at(dims, b, begin, key_head),
-            of_queries * scales.at(dims, b, begin + kConsumerRows, key_head)};
-  }
-  __device__ float of_max() const { return 1.0f; }
-};
-
-#if PARKA_SM90_CODE
-
-// Starts the product of two tiles of codes, of one head each, c = A B^T for A [64, 128] and B [8 kN, 128]; without
-// kCodes of bf16 tiles of D columns.
-template <int D, bool kCodes, int kN>
-__device__ __forceinline__ void start_scores(float (&c)[1][kN][4], SharedTile a, SharedTile b) {
-  if constexpr (kCodes) {
-    start_e4m3_product(c, a.address, b.address, false);
-  } else {
-    start_product_transposed<D>(c, a, b);
-  }
-}
-
-#endif  // PARKA_SM90_CODE
 
 // Launches a kernel whose blocks take tiles. Its arguments end with the order and the count of tiles taken, 0.
 template <typename Kernel, typename... Args>

@@ -17,57 +17,51 @@ namespace {
 
 using namespace sm90;
 
-template <int D, bool kFirstKeys, bool kCodes>
+template <int D, bool kFirstKeys>
 __global__ void __launch_bounds__(kThreads, 1)
-    key_value_gradient_sm90_kernel(const __grid_constant__ KeyGradientMaps maps,
-                                   const __grid_constant__ JointScales scales, const int32_t* first_key,
+    key_value_gradient_sm90_kernel(const __grid_constant__ CUtensorMap qkv_map,
+                                   const __grid_constant__ CUtensorMap qkv_query_map,
+                                   const __grid_constant__ CUtensorMap d_out_map, const int32_t* first_key,
                                    const RowStatistics* statistics,
                                    const __grid_constant__ GradientOutput<BFloat16> output, AttentionDims dims,
                                    float scale, ScoreGradients scores, TileOrder order, unsigned* num_taken) {
 #if PARKA_SM90_CODE
-  using Layout = KeyLayout<D, kCodes>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const Barriers<Layout> barriers(shared_address(shared) + Layout::kBarriersAt);
+  const Barriers<KeyLayout<D>> barriers(shared_address(shared) + KeyLayout<D>::kBarriersAt);
   if (threadIdx.x == 0) barriers.init(1 + kWarpSize);
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     setmaxnreg_dec<kProducerRegisters>();
     if (threadIdx.x < kWarpSize) {
-      copy_key_tiles<D, kFirstKeys, kCodes>(maps, first_key, statistics, shared, dims, order, num_taken, barriers);
+      copy_key_tiles<D, kFirstKeys>(qkv_map, qkv_query_map, d_out_map, first_key, statistics, shared, dims, order,
+                                    num_taken, barriers);
     }
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
-    sum_over_queries<D, kFirstKeys, kCodes>(output, scales, first_key, shared, dims, order, barriers, scale,
-                                            scores);
+    sum_over_queries<D, kFirstKeys>(output, first_key, shared, dims, order, barriers, scale, scores);
   }
 #endif
 }
 
-template <int D, bool kFirstKeys, bool kCodes>
+template <int D, bool kFirstKeys>
 __global__ void __launch_bounds__(kThreads, 1)
     query_gradient_sm90_kernel(const __grid_constant__ CUtensorMap qkv_map,
-                               const __grid_constant__ CUtensorMap code_map,
-                               const __grid_constant__ CUtensorMap d_out_map,
-                               const __grid_constant__ JointScales scales, const int32_t* first_key,
+                               const __grid_constant__ CUtensorMap d_out_map, const int32_t* first_key,
                                const RowStatistics* statistics,
                                const __grid_constant__ GradientOutput<BFloat16> output, AttentionDims dims,
                                float scale, TileOrder order, unsigned* num_taken) {
 #if PARKA_SM90_CODE
-  using Layout = QueryLayout<D, kCodes>;
   extern __shared__ __align__(1024) unsigned char shared[];
-  const Barriers<Layout> barriers(shared_address(shared) + Layout::kBarriersAt);
+  const Barriers<QueryLayout<D>> barriers(shared_address(shared) + QueryLayout<D>::kBarriersAt);
   if (threadIdx.x == 0) barriers.init(1);
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      copy_query_tiles<D, kFirstKeys, kCodes>(qkv_map, code_map, d_out_map, first_key, shared, dims, order,
-                                              num_taken, barriers);
-    }
+    if (threadIdx.x == 0)
+      copy_query_tiles<D, kFirstKeys>(qkv_map, d_out_map, first_key, shared, dims, order, num_taken, barriers);
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
-    sum_over_keys<D, kFirstKeys, kCodes>(output, scales, first_key, statistics, shared, dims, order, barriers,
-                                         scale);
+    sum_over_keys<D, kFirstKeys>(output, first_key, statistics, shared, dims, order, barriers, scale);
   }
 #endif
 }
@@ -103,7 +97,7 @@ int64_t heads_of_pass(const AttentionBackward& a, const AttentionDims& dims) {
   return ceil_div(heads, ceil_div(heads, fit));  // passes of one length
 }
 
-template <int D, bool kFirstKeys, bool kCodes>
+template <int D, bool kFirstKeys>
 void launch_backward(CudaDevice& device, const AttentionBackward& a) {
   constexpr const char* kOp = "attention_backward";
   const AttentionDims dims(a);
@@ -115,25 +109,17 @@ void launch_backward(CudaDevice& device, const AttentionBackward& a) {
   const auto map = [&](const TensorView& x, int box_rows) {
     return make_tile_map(x.as<BFloat16>(), x.dim[1], dims.S, dims.B, box_rows);
   };
-  using Layout = KeyLayout<D, kCodes>;
-  const CUtensorMap qkv_map = map(a.qkv, kTileRows);
-  KeyGradientMaps maps = {
-      .qkv = qkv_map, .qkv_queries = map(a.qkv, Layout::kQueries), .d_out = map(a.d_out, Layout::kQueries)};
-  JointScales scales;
-  if constexpr (kCodes) {
-    scales = JointScales::of(a, dims);
-    maps.key_codes = code_map_of(a, dims, kTileRows);
-    maps.query_codes = code_map_of(a, dims, Layout::kQueries);
-  }
+  const CUtensorMap qkv_map = map(a.qkv, kTileRows), qkv_query_map = map(a.qkv, KeyLayout<D>::kQueries);
+  const CUtensorMap d_out_map = map(a.d_out, KeyLayout<D>::kQueries);
   const GradientOutput<BFloat16> output(a);
   const int blocks = device.num_multiprocessors();
   const int64_t head_bytes = int64_t{2} * dims.S * kRowBytes<D>;  // of two tensors: q and d_out, or k and v
   const TileOrder key_order(dims, dims.Hkv, head_bytes * dims.group(), blocks);
   const TileOrder query_order(dims, dims.H, head_bytes / dims.group(), blocks);
   const auto sum_over_queries_of = [&](const TileOrder& order, const ScoreGradients& scores, unsigned* taken) {
-    launch_over_tiles(device, kOp, key_value_gradient_sm90_kernel<D, kFirstKeys, kCodes>, Layout::kBytes, order,
-                      taken, maps, scales, first_keys(a), static_cast<const RowStatistics*>(statistics), output,
-                      dims, a.scale, scores);
+    launch_over_tiles(device, kOp, key_value_gradient_sm90_kernel<D, kFirstKeys>, KeyLayout<D>::kBytes, order,
+                      taken, qkv_map, qkv_query_map, d_out_map, first_keys(a),
+                      static_cast<const RowStatistics*>(statistics), output, dims, a.scale, scores);
   };
   const int64_t pass_heads = heads_of_pass<D>(a, dims), heads = int64_t{dims.B} * dims.Hkv;
   const int64_t passes = pass_heads == 0 ? 1 : ceil_div(heads, pass_heads);
@@ -154,17 +140,20 @@ void launch_backward(CudaDevice& device, const AttentionBackward& a) {
     if (pass_heads > 0) return;
   }
   sum_over_queries_of(key_order, {}, num_taken);
-  launch_over_tiles(device, kOp, query_gradient_sm90_kernel<D, kFirstKeys, kCodes>, QueryLayout<D, kCodes>::kBytes,
-                    query_order, num_taken + 1, qkv_map, maps.key_codes, map(a.d_out, kTileRows), scales,
-                    first_keys(a), static_cast<const RowStatistics*>(statistics), output, dims, a.scale);
+  launch_over_tiles(device, kOp, query_gradient_sm90_kernel<D, kFirstKeys>, QueryLayout<D>::kBytes, query_order,
+                    num_taken + 1, qkv_map, map(a.d_out, kTileRows), first_keys(a),
+                    static_cast<const RowStatistics*>(statistics), output, dims, a.scale);
 }
 
 }  // namespace
 
 void attention_backward_sm90(CudaDevice& device, const AttentionBackward& a) {
-  with_sm90_form(a, [&](auto D, auto first_keys, auto codes) {
-    launch_backward<D.value, first_keys.value, codes.value>(device, a);
-  });
+  const bool given = !a.first_key.empty();
+  if (AttentionDims(a).D == 64) {
+    given ? launch_backward<64, true>(device, a) : launch_backward<64, false>(device, a);
+  } else {
+    given ? launch_backward<128, true>(device, a) : launch_backward<128, false>(device, a);
+  }
 }
 
 }  // namespace parka::cuda

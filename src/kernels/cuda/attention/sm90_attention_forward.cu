@@ -49,35 +49,27 @@ struct ForwardBarriers {
   }
 };
 
-// The producer's part. Consumers learn the number of their tile together with its queries. kCodes: queries and keys
-// are codes, half as many bytes.
-template <int D, bool kFirstKeys, bool kCodes>
-__device__ __forceinline__ void copy_tiles(const CUtensorMap& qkv_map, const CUtensorMap& code_map,
-                                           const int32_t* first_key, unsigned char* shared,
-                                           const AttentionDims& dims, const TileOrder& order, unsigned* num_taken,
-                                           const ForwardBarriers& barriers) {
+// The producer's part. Consumers learn the number of their tile together with its queries.
+template <int D, bool kFirstKeys>
+__device__ __forceinline__ void copy_tiles(const CUtensorMap& qkv_map, const int32_t* first_key,
+                                           unsigned char* shared, const AttentionDims& dims, const TileOrder& order,
+                                           unsigned* num_taken, const ForwardBarriers& barriers) {
   using Layout = ForwardLayout<D>;
   const uint32_t tiles = shared_address(shared);
-  // A tile of queries or keys.
-  const auto copy_operand = [&](uint32_t target, int column, int begin, int b, uint32_t full) {
-    mbarrier_expect_tx(full, kCodes ? Layout::kTileBytes / 2 : Layout::kTileBytes);
-    if constexpr (kCodes) {
-      copy_box_async(target, code_map, column, begin, b, full);
-    } else {
-      copy_tile_async<D, kTileRows>(target, qkv_map, column, begin, b, full);
-    }
-  };
   unsigned slot = 0;
   take_tiles<true, 1>(order, num_taken, barriers.queries, shared + Layout::kTileNumberAt, [&](Tile tile) {
     const int k_column = (dims.H + tile.head / dims.group()) * D, v_column = k_column + dims.Hkv * D;
-    copy_operand(tiles, tile.head * D, tile.begin, tile.b, barriers.queries.full);
+    mbarrier_expect_tx(barriers.queries.full, Layout::kTileBytes);
+    copy_tile_async<D, kTileRows>(tiles, qkv_map, tile.head * D, tile.begin, tile.b, barriers.queries.full);
     const int last_begin = FirstKeys<kFirstKeys>(first_key, dims, tile.b).first_tile(tile.begin);
     int key_begin = tile.begin;
     do {  // the first tile is there, so that its copy does not wait for last_begin
       const uint32_t place = slot % Layout::kStages * Layout::kTileBytes;
       const uint32_t keys_full = barriers.keys.full_at(slot), values_full = barriers.values.full_at(slot);
       barriers.keys.wait_empty(slot);
-      copy_operand(tiles + Layout::kKeysAt + place, k_column, key_begin, tile.b, keys_full);
+      mbarrier_expect_tx(keys_full, Layout::kTileBytes);
+      copy_tile_async<D, Layout::kKeys>(tiles + Layout::kKeysAt + place, qkv_map, k_column, key_begin, tile.b,
+                                        keys_full);
       barriers.values.wait_empty(slot);
       mbarrier_expect_tx(values_full, Layout::kTileBytes);
       copy_tile_async<D, Layout::kKeys>(tiles + Layout::kValuesAt + place, qkv_map, v_column, key_begin, tile.b,
@@ -88,8 +80,8 @@ __device__ __forceinline__ void copy_tiles(const CUtensorMap& qkv_map, const CUt
   });
 }
 
-// For each of a lane's two rows: the largest score so far, before scaling, with ColumnFactors after it; this lane's
-// part of the sum of exp2(scale_log2 * (score - max)); and the factor that rescales results for an earlier maximum.
+// For each of a lane's two rows: the largest score so far, before scaling; this lane's part of the sum of
+// exp2(scale_log2 * (score - max)); and the factor that rescales results for an earlier maximum.
 struct RowState {
   float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, correction[2];
 };
@@ -114,38 +106,6 @@ __device__ __forceinline__ void update_softmax(float (&scores)[1][kN][4], RowSta
 #pragma unroll
       for (int e = 2 * half; e < 2 * half + 2; ++e) {
         scores[0][n][e] = exp2_approximate(fmaf(scores[0][n][e], scale_log2, -offset));
-        sum += scores[0][n][e];
-      }
-    }
-    state.sum[half] = sum;
-  }
-}
-
-// The same for codes: exp2(factor * score - max).
-template <int kN>
-__device__ __forceinline__ void update_softmax(float (&scores)[1][kN][4], RowState& state,
-                                               const ColumnFactors& factors) {
-  static_assert(kN * 8 == 2 * kJointRows);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float largest[2] = {-INFINITY, -INFINITY};
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      float& of_keys = largest[n / (kN / 2)];
-      of_keys = fmaxf(of_keys, fmaxf(scores[0][n][2 * half], scores[0][n][2 * half + 1]));
-    }
-    float max = fmaxf(state.max[half], fmaxf(largest[0] * factors.first, largest[1] * factors.second));
-    max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 1));
-    max = fmaxf(max, __shfl_xor_sync(kFullWarp, max, 2));
-    state.correction[half] = exp2_approximate(state.max[half] - max);
-    state.max[half] = max;
-    float sum = state.sum[half] * state.correction[half];
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const float factor = factor_of<kN>(factors, n);
-#pragma unroll
-      for (int e = 2 * half; e < 2 * half + 2; ++e) {
-        scores[0][n][e] = exp2_approximate(fmaf(scores[0][n][e], factor, -max));
         sum += scores[0][n][e];
       }
     }
@@ -212,11 +172,11 @@ struct LaneFirstKeys {
 };
 
 // The results of one tile of queries, in a consumer. `slot` counts tiles of keys.
-template <int D, bool kCodes, bool kFirstKeys, typename Factors>
+template <int D, bool kFirstKeys>
 __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& state, int consumer, int tile_begin,
                                        const FirstKeys<kFirstKeys>& first_keys, uint32_t shared,
                                        const ForwardBarriers& barriers, const PingPongBarrier<>& ping_pong,
-                                       unsigned& slot, const Factors& factors) {
+                                       unsigned& slot, float scale_log2) {
   using Layout = ForwardLayout<D>;
   const SharedTile queries = SharedTile{shared, Layout::kBlockBytes}.rows(consumer * kConsumerRows);
   const auto keys = [&](unsigned at) {
@@ -230,11 +190,10 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
   uint32_t p[1][Layout::kKeys / 16][4];
   {
     float scores[1][Layout::kKeys / 8][4];
-    const auto factor = factors.of_keys(tile_begin);
     barriers.keys.wait_full(slot);
     ping_pong.wait();
     wgmma_fence();
-    start_scores<D, kCodes>(scores, queries, keys(slot));
+    start_product_transposed<D>(scores, queries, keys(slot));
     wgmma_commit_group();
     ping_pong.pass();
     wgmma_wait_group<0>();
@@ -242,17 +201,16 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
     barriers.keys.release(slot);
     mask_later_keys<false>(scores, warp_row());
     lane_keys.mask(scores, tile_begin);
-    update_softmax(scores, state, factor);
+    update_softmax(scores, state, scale_log2);
     pack_rows(scores, p);
   }
   int key_begin = tile_begin - Layout::kKeys;
   const auto next_tile = [&](auto hides_earlier_keys) {
     float scores[1][Layout::kKeys / 8][4];
-    const auto factor = factors.of_keys(key_begin);
     barriers.keys.wait_full(slot + 1);
     ping_pong.wait();
     wgmma_fence();
-    start_scores<D, kCodes>(scores, queries, keys(slot + 1));
+    start_product_transposed<D>(scores, queries, keys(slot + 1));
     wgmma_commit_group();
     barriers.values.wait_full(slot);
     wgmma_fence();
@@ -263,7 +221,7 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
     fence_operand(scores);
     barriers.keys.release(slot + 1);
     if constexpr (hides_earlier_keys.value) lane_keys.mask(scores, key_begin);
-    update_softmax(scores, state, factor);
+    update_softmax(scores, state, scale_log2);
     wgmma_wait_group<0>();
     fence_operand(out);
     barriers.values.release(slot);
@@ -288,11 +246,11 @@ __device__ __forceinline__ void attend(float (&out)[1][D / 8][4], RowState& stat
   ++slot;
 }
 
-template <int D, bool kFirstKeys, bool kCodes>
-__device__ __forceinline__ void consume_tiles(const JointScales& scales, const int32_t* first_key, BFloat16* out,
-                                              float* lse, float* out_amax, unsigned char* shared,
-                                              const AttentionDims& dims, const TileOrder& order,
-                                              const ForwardBarriers& barriers, float scale_log2) {
+template <int D, bool kFirstKeys>
+__device__ __forceinline__ void consume_tiles(const int32_t* first_key, BFloat16* out, float* lse, float* out_amax,
+                                              unsigned char* shared, const AttentionDims& dims,
+                                              const TileOrder& order, const ForwardBarriers& barriers,
+                                              float scale_log2) {
   using Layout = ForwardLayout<D>;
   const int consumer = consumer_index();
   const PingPongBarrier<> ping_pong(consumer);
@@ -301,11 +259,10 @@ __device__ __forceinline__ void consume_tiles(const JointScales& scales, const i
     float acc[1][D / 8][4];
     clear(acc);
     RowState state;
-    const ScoreFactors<kCodes> factors(scales, dims, tile, consumer, scale_log2);
-    attend<D, kCodes>(acc, state, consumer, tile.begin, FirstKeys<kFirstKeys>(first_key, dims, tile.b),
-                      shared_address(shared), barriers, ping_pong, slot, factors);
+    attend<D>(acc, state, consumer, tile.begin, FirstKeys<kFirstKeys>(first_key, dims, tile.b),
+              shared_address(shared), barriers, ping_pong, slot, scale_log2);
     const int begin = tile.begin + warp_row(), rows = dims.S - begin;
-    finish_rows(state, acc, factors.of_max(), lse + dims.query(tile.b, begin, tile.head), rows);
+    finish_rows(state, acc, scale_log2, lse + dims.query(tile.b, begin, tile.head), rows);
     if (out_amax != nullptr) raise_to_warp_max(out_amax, max_of_rows(0.0f, acc, rows));
     store_rows<D>(acc, shared + Layout::kOutAt + warp_row() * kRowBytes<D>,
                   out + dims.out_row(tile.b, begin, tile.head), dims.out_stride(), rows);
@@ -315,11 +272,9 @@ __device__ __forceinline__ void consume_tiles(const JointScales& scales, const i
 
 #endif  // PARKA_SM90_CODE
 
-template <int D, bool kFirstKeys, bool kCodes>
+template <int D, bool kFirstKeys>
 __global__ void __launch_bounds__(kThreads, 1)
-    attention_forward_sm90_kernel(const __grid_constant__ CUtensorMap qkv_map,
-                                  const __grid_constant__ CUtensorMap code_map,
-                                  const __grid_constant__ JointScales scales, const int32_t* first_key,
+    attention_forward_sm90_kernel(const __grid_constant__ CUtensorMap qkv_map, const int32_t* first_key,
                                   BFloat16* out, float* lse, float* out_amax, AttentionDims dims, float scale_log2,
                                   TileOrder order, unsigned* num_taken) {
 #if PARKA_SM90_CODE
@@ -329,18 +284,15 @@ __global__ void __launch_bounds__(kThreads, 1)
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     setmaxnreg_dec<kProducerRegisters>();
-    if (threadIdx.x == 0) {
-      copy_tiles<D, kFirstKeys, kCodes>(qkv_map, code_map, first_key, shared, dims, order, num_taken, barriers);
-    }
+    if (threadIdx.x == 0) copy_tiles<D, kFirstKeys>(qkv_map, first_key, shared, dims, order, num_taken, barriers);
   } else {
     setmaxnreg_inc<kConsumerRegisters>();
-    consume_tiles<D, kFirstKeys, kCodes>(scales, first_key, out, lse, out_amax, shared, dims, order, barriers,
-                                         scale_log2);
+    consume_tiles<D, kFirstKeys>(first_key, out, lse, out_amax, shared, dims, order, barriers, scale_log2);
   }
 #endif
 }
 
-template <int D, bool kFirstKeys, bool kCodes>
+template <int D, bool kFirstKeys>
 void launch_forward(CudaDevice& device, const AttentionForward& a) {
   constexpr const char* kOp = "attention_forward";
   const AttentionDims dims(a);
@@ -348,26 +300,22 @@ void launch_forward(CudaDevice& device, const AttentionForward& a) {
   const TileOrder order(dims, dims.H, head_bytes, device.num_multiprocessors());
   float* const out_amax = a.out_amax.empty() ? nullptr : a.out_amax.as<float>();
   if (out_amax != nullptr) check(cudaMemsetAsync(out_amax, 0, sizeof(float), device.stream()), kOp);
-  CUtensorMap code_map{};
-  JointScales scales;
-  if constexpr (kCodes) {
-    scales = JointScales::of(a, dims);
-    code_map = code_map_of(a, dims, kTileRows);
-  }
   auto* const num_taken = static_cast<unsigned*>(device.workspace(kOp, workspace_of(a)));
   check(cudaMemsetAsync(num_taken, 0, sizeof(unsigned), device.stream()), kOp);
-  launch_over_tiles(
-      device, kOp, attention_forward_sm90_kernel<D, kFirstKeys, kCodes>, ForwardLayout<D>::kBytes, order, num_taken,
-      make_tile_map(a.qkv.as<BFloat16>(), dims.qkv_stride(), dims.S, dims.B, kTileRows), code_map, scales,
-      first_keys(a), a.out.as<BFloat16>(), a.lse.as<float>(), out_amax, dims, a.scale * kLog2E);
+  launch_over_tiles(device, kOp, attention_forward_sm90_kernel<D, kFirstKeys>, ForwardLayout<D>::kBytes, order,
+                    num_taken, make_tile_map(a.qkv.as<BFloat16>(), dims.qkv_stride(), dims.S, dims.B, kTileRows),
+                    first_keys(a), a.out.as<BFloat16>(), a.lse.as<float>(), out_amax, dims, a.scale * kLog2E);
 }
 
 }  // namespace
 
 void attention_forward_sm90(CudaDevice& device, const AttentionForward& a) {
-  with_sm90_form(a, [&](auto D, auto first_keys, auto codes) {
-    launch_forward<D.value, first_keys.value, codes.value>(device, a);
-  });
+  const bool given = !a.first_key.empty();
+  if (AttentionDims(a).D == 64) {
+    given ? launch_forward<64, true>(device, a) : launch_forward<64, false>(device, a);
+  } else {
+    given ? launch_forward<128, true>(device, a) : launch_forward<128, false>(device, a);
+  }
 }
 
 }  // namespace parka::cuda

@@ -7,10 +7,10 @@
 namespace parka::cuda::sm90 {
 
 // Offsets into shared memory of the kernel of d_k and d_v: the block's keys and values, results on their way out,
-// and places for queries, d_out and their statistics. kCodes: keys are codes, and so are queries once more.
-template <int D, bool kCodes = false>
+// and places for queries, d_out and their statistics.
+template <int D>
 struct KeyLayout {
-  static constexpr int kQueries = D == 64 ? 128 : 64, kStages = kCodes ? 3 : 4;
+  static constexpr int kQueries = D == 64 ? 128 : 64, kStages = 4;
   static constexpr int kTileBytes = kTileRows * kRowBytes<D>, kTileBlockBytes = kTileRows * kBlockRowBytes;
   static constexpr int kQueryBytes = kQueries * kRowBytes<D>, kQueryBlockBytes = kQueries * kBlockRowBytes;
   static constexpr int kValuesAt = kTileBytes, kOutAt = 2 * kTileBytes, kQueriesAt = 3 * kTileBytes;
@@ -19,14 +19,7 @@ struct KeyLayout {
   static constexpr int kStatisticsBytes = kQueries * static_cast<int>(sizeof(RowStatistics));
   static constexpr int kBarriersAt = kStatisticsAt + kStages * kStatisticsBytes;
   static constexpr int kTileNumberAt = kBarriersAt + 16 + kStages * 16;
-  static constexpr int kCodesAt = (kTileNumberAt + 16 + 1023) / 1024 * 1024, kCodeBytes = kQueryBytes / 2;
-  static constexpr int kBytes = kCodes ? kCodesAt + kStages * kCodeBytes : kTileNumberAt + 16;
-};
-
-// Where the kernel of d_k and d_v reads. Codes: only where scores are taken from them.
-struct KeyGradientMaps {
-  CUtensorMap qkv, qkv_queries, d_out;  // the latter two in boxes of KeyLayout::kQueries rows
-  CUtensorMap key_codes, query_codes;
+  static constexpr int kBytes = kTileNumberAt + 16;
 };
 
 // Whether the consumers take turns at starting products, and statistics are grouped. Narrow heads, and consumers of
@@ -140,26 +133,22 @@ __device__ __forceinline__ void copy_statistics_async(uint32_t target, const Row
 }
 
 // The producer's part, by its first warp.
-template <int D, bool kFirstKeys, bool kCodes>
-__device__ __forceinline__ void copy_key_tiles(const KeyGradientMaps& maps, const int32_t* first_key,
+template <int D, bool kFirstKeys>
+__device__ __forceinline__ void copy_key_tiles(const CUtensorMap& qkv_map, const CUtensorMap& qkv_query_map,
+                                               const CUtensorMap& d_out_map, const int32_t* first_key,
                                                const RowStatistics* statistics, unsigned char* shared,
                                                const AttentionDims& dims, const TileOrder& order,
-                                               unsigned* num_taken,
-                                               const Barriers<KeyLayout<D, kCodes>>& barriers) {
-  using Layout = KeyLayout<D, kCodes>;
+                                               unsigned* num_taken, const Barriers<KeyLayout<D>>& barriers) {
+  using Layout = KeyLayout<D>;
   const bool first = threadIdx.x == 0;
   const uint32_t base = shared_address(shared);
   unsigned slot = 0;
   take_tiles<false, kWarpSize>(order, num_taken, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
     if (first) {
       const int k_column = (dims.H + tile.head) * D, v_column = k_column + dims.Hkv * D;
-      mbarrier_expect_tx(barriers.own.full, Layout::kTileBytes + Layout::kTileBytes / (kCodes ? 2 : 1));
-      if constexpr (kCodes) {
-        copy_box_async(base, maps.key_codes, k_column, tile.begin, tile.b, barriers.own.full);
-      } else {
-        copy_tile_async<D, kTileRows>(base, maps.qkv, k_column, tile.begin, tile.b, barriers.own.full);
-      }
-      copy_tile_async<D, kTileRows>(base + Layout::kValuesAt, maps.qkv, v_column, tile.begin, tile.b,
+      mbarrier_expect_tx(barriers.own.full, 2 * Layout::kTileBytes);
+      copy_tile_async<D, kTileRows>(base, qkv_map, k_column, tile.begin, tile.b, barriers.own.full);
+      copy_tile_async<D, kTileRows>(base + Layout::kValuesAt, qkv_map, v_column, tile.begin, tile.b,
                                     barriers.own.full);
     }
     const int begin_head = tile.head * dims.group();
@@ -172,14 +161,10 @@ __device__ __forceinline__ void copy_key_tiles(const KeyGradientMaps& maps, cons
         const uint32_t place = slot % Layout::kStages, full = barriers.passing.full_at(slot);
         barriers.passing.wait_empty(slot);
         if (first) {
-          mbarrier_expect_tx(full, 2 * Layout::kQueryBytes + (kCodes ? Layout::kCodeBytes : 0));
-          if constexpr (kCodes) {
-            copy_box_async(base + Layout::kCodesAt + place * Layout::kCodeBytes, maps.query_codes, h * D,
-                           query_begin, tile.b, full);
-          }
+          mbarrier_expect_tx(full, 2 * Layout::kQueryBytes);
           copy_tile_async<D, Layout::kQueries>(base + Layout::kQueriesAt + place * Layout::kQueryBytes,
-                                               maps.qkv_queries, h * D, query_begin, tile.b, full);
-          copy_tile_async<D, Layout::kQueries>(base + Layout::kDOutAt + place * Layout::kQueryBytes, maps.d_out,
+                                               qkv_query_map, h * D, query_begin, tile.b, full);
+          copy_tile_async<D, Layout::kQueries>(base + Layout::kDOutAt + place * Layout::kQueryBytes, d_out_map,
                                                h * D, query_begin, tile.b, full);
         }
         copy_statistics_async<Layout::kQueries, kTakesTurns<D, kFirstKeys>>(
@@ -190,22 +175,21 @@ __device__ __forceinline__ void copy_key_tiles(const KeyGradientMaps& maps, cons
   });
 }
 
-// Adds what a tile of queries gives to d_k and d_v of a consumer's 64 keys. `score_queries`: those that scores are
-// taken from, codes with kCodes, as the keys. `distance`: the first query less this
+// Adds what a tile of queries gives to d_k and d_v of a consumer's 64 keys. `distance`: the first query less this
 // warp's first key; `mask_earlier` hides keys before the first of each query. `scores`: where this warp's rows of
 // the score gradients go, or null.
-template <int D, bool kCodes, typename Statistics, typename MaskEarlier, bool kTurns>
+template <int D, typename Statistics, typename MaskEarlier, bool kTurns>
 __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d_v)[1][D / 8][4], SharedTile keys,
-                                            SharedTile score_queries, SharedTile values, SharedTile queries,
-                                            SharedTile d_out, const Statistics& statistics, bool masked,
-                                            int distance, const MaskEarlier& mask_earlier, float scale_log2,
+                                            SharedTile values, SharedTile queries, SharedTile d_out,
+                                            const Statistics& statistics, bool masked, int distance,
+                                            const MaskEarlier& mask_earlier, float scale_log2,
                                             unsigned char* scores, const PingPongBarrier<kTurns>& ping_pong) {
   constexpr int kQueries = KeyLayout<D>::kQueries;
   float p[1][kQueries / 8][4], d_s[1][kQueries / 8][4];
   uint32_t packed_p[1][kQueries / 16][4], packed_d_s[1][kQueries / 16][4];
   ping_pong.wait();
   wgmma_fence();
-  start_scores<D, kCodes>(p, keys, score_queries);
+  start_product_transposed<D>(p, keys, queries);
   wgmma_commit_group();
   start_product_transposed<D>(d_s, values, d_out);
   wgmma_commit_group();
@@ -244,13 +228,12 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
   fence_operand(d_v);
 }
 
-template <int D, bool kFirstKeys, bool kCodes>
-__device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>& output, const JointScales& scales,
-                                                 const int32_t* first_key, unsigned char* shared,
-                                                 const AttentionDims& dims, const TileOrder& order,
-                                                 const Barriers<KeyLayout<D, kCodes>>& barriers, float scale,
-                                                 const ScoreGradients& scores) {
-  using Layout = KeyLayout<D, kCodes>;
+template <int D, bool kFirstKeys>
+__device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>& output, const int32_t* first_key,
+                                                 unsigned char* shared, const AttentionDims& dims,
+                                                 const TileOrder& order, const Barriers<KeyLayout<D>>& barriers,
+                                                 float scale, const ScoreGradients& scores) {
+  using Layout = KeyLayout<D>;
   constexpr bool kWritesScores = kKeepsScores<D> && !kFirstKeys, kTurns = kTakesTurns<D, kFirstKeys>;
   const int consumer = consumer_index();
   const uint32_t base = shared_address(shared);
@@ -262,11 +245,6 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
   unsigned slot = 0;
   for_each_taken_tile<false>(order, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
     const int consumer_begin = tile.begin + consumer * kConsumerRows;
-    float of_keys = scale * kLog2E;  // what scores are multiplied by, but for their queries' scale
-    if constexpr (kCodes) {
-      static_assert(kConsumerRows == kJointRows && Layout::kQueries == kJointRows);
-      of_keys *= scales.at(dims, tile.b, consumer_begin, dims.H + tile.head);
-    }
     float d_k[1][D / 8][4], d_v[1][D / 8][4];
     clear(d_k);
     clear(d_v);
@@ -279,15 +257,11 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
       const int head = tile.b * dims.H + tile.head * dims.group() + h;  // of all sequences
       for (int query_begin = tile.begin; sees_keys(query_begin); query_begin += Layout::kQueries, ++slot) {
         const uint32_t place = slot % Layout::kStages;
-        float scale_log2 = of_keys;
-        if constexpr (kCodes) scale_log2 *= scales.at(dims, tile.b, query_begin, tile.head * dims.group() + h);
         barriers.passing.wait_full(slot);
         if (query_begin + Layout::kQueries > consumer_begin &&
             first_keys.sees(query_begin, consumer_begin + kConsumerRows)) {
           const SharedTile queries{base + Layout::kQueriesAt + place * Layout::kQueryBytes,
                                    Layout::kQueryBlockBytes};
-          SharedTile score_queries = queries;
-          if constexpr (kCodes) score_queries.address = base + Layout::kCodesAt + place * Layout::kCodeBytes;
           const SharedTile d_out{queries.address + Layout::kDOutAt - Layout::kQueriesAt, queries.block_bytes};
           const auto statistics = statistics_at<kTurns, Layout::kQueries>(shared + Layout::kStatisticsAt +
                                                                           place * Layout::kStatisticsBytes);
@@ -299,10 +273,9 @@ __device__ __forceinline__ void sum_over_queries(const GradientOutput<BFloat16>&
           const auto mask_earlier = [&](float(&p)[1][Layout::kQueries / 8][4]) {
             first_keys.template mask<true>(p, query_begin, Layout::kQueries, tile.begin + warp_row());
           };
-          add_queries<D, kCodes>(d_k, d_v, keys, score_queries, values, queries, d_out, statistics,
-                                 query_begin < consumer_begin + kConsumerRows,
-                                 query_begin - tile.begin - warp_row(), mask_earlier, scale_log2, scores_of_warp,
-                                 ping_pong);
+          add_queries<D>(d_k, d_v, keys, values, queries, d_out, statistics,
+                         query_begin < consumer_begin + kConsumerRows, query_begin - tile.begin - warp_row(),
+                         mask_earlier, scale * kLog2E, scores_of_warp, ping_pong);
         } else {  // both consumers take as many turns
           ping_pong.wait();
           ping_pong.pass();

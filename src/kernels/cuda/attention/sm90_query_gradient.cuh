@@ -8,17 +8,13 @@
 namespace parka::cuda::sm90 {
 
 // Of the kernel of d_q: the block's queries and d_out, results on their way out, and places for keys and values.
-// kCodes: queries are codes, and so are keys once more. There is room for half of the results then.
-template <int D, bool kCodes = false>
+template <int D>
 struct QueryLayout {
   static constexpr int kKeys = 128, kStages = 2;
   static constexpr int kTileBytes = kTileRows * kRowBytes<D>, kBlockBytes = kTileRows * kBlockRowBytes;
-  static constexpr int kQueryBytes = kCodes ? kTileBytes / 2 : kTileBytes, kOutBytes = kQueryBytes;
-  static constexpr int kOutColumns = kCodes ? D / 2 : D;  // on their way at a time
-  static constexpr int kDOutAt = kQueryBytes, kOutAt = kDOutAt + kTileBytes, kKeysAt = kOutAt + kOutBytes;
+  static constexpr int kDOutAt = kTileBytes, kOutAt = 2 * kTileBytes, kKeysAt = 3 * kTileBytes;
   static constexpr int kValuesAt = kKeysAt + kStages * kTileBytes;
-  static constexpr int kCodesAt = kValuesAt + kStages * kTileBytes, kCodeBytes = kCodes ? kTileBytes / 2 : 0;
-  static constexpr int kBarriersAt = kCodesAt + kStages * kCodeBytes;
+  static constexpr int kBarriersAt = kValuesAt + kStages * kTileBytes;
   static constexpr int kTileNumberAt = kBarriersAt + 16 + kStages * 16;
   static constexpr int kBytes = kTileNumberAt + 16;
 };
@@ -38,50 +34,40 @@ struct ScoreLayout {
 
 #if PARKA_SM90_CODE
 
-template <int D, bool kFirstKeys, bool kCodes>
-__device__ __forceinline__ void copy_query_tiles(const CUtensorMap& qkv_map, const CUtensorMap& code_map,
-                                                 const CUtensorMap& d_out_map, const int32_t* first_key,
-                                                 unsigned char* shared, const AttentionDims& dims,
-                                                 const TileOrder& order, unsigned* num_taken,
-                                                 const Barriers<QueryLayout<D, kCodes>>& barriers) {
-  using Layout = QueryLayout<D, kCodes>;
+template <int D, bool kFirstKeys>
+__device__ __forceinline__ void copy_query_tiles(const CUtensorMap& qkv_map, const CUtensorMap& d_out_map,
+                                                 const int32_t* first_key, unsigned char* shared,
+                                                 const AttentionDims& dims, const TileOrder& order,
+                                                 unsigned* num_taken, const Barriers<QueryLayout<D>>& barriers) {
+  using Layout = QueryLayout<D>;
   const uint32_t base = shared_address(shared);
   unsigned slot = 0;
   take_tiles<true, 1>(order, num_taken, barriers.own, shared + Layout::kTileNumberAt, [&](Tile tile) {
     const int k_column = (dims.H + tile.head / dims.group()) * D, v_column = k_column + dims.Hkv * D;
-    mbarrier_expect_tx(barriers.own.full, Layout::kQueryBytes + Layout::kTileBytes);
-    if constexpr (kCodes) {
-      copy_box_async(base, code_map, tile.head * D, tile.begin, tile.b, barriers.own.full);
-    } else {
-      copy_tile_async<D, kTileRows>(base, qkv_map, tile.head * D, tile.begin, tile.b, barriers.own.full);
-    }
+    mbarrier_expect_tx(barriers.own.full, 2 * Layout::kTileBytes);
+    copy_tile_async<D, kTileRows>(base, qkv_map, tile.head * D, tile.begin, tile.b, barriers.own.full);
     copy_tile_async<D, kTileRows>(base + Layout::kDOutAt, d_out_map, tile.head * D, tile.begin, tile.b,
                                   barriers.own.full);
     const int last_begin = FirstKeys<kFirstKeys>(first_key, dims, tile.b).first_tile(tile.begin);
     for (int key_begin = tile.begin; key_begin >= last_begin; key_begin -= Layout::kKeys, ++slot) {
       const uint32_t place = slot % Layout::kStages * Layout::kTileBytes, full = barriers.passing.full_at(slot);
       barriers.passing.wait_empty(slot);
-      mbarrier_expect_tx(full, 2 * Layout::kTileBytes + Layout::kCodeBytes);
-      if constexpr (kCodes) {
-        copy_box_async(base + Layout::kCodesAt + slot % Layout::kStages * Layout::kCodeBytes, code_map, k_column,
-                       key_begin, tile.b, full);
-      }
+      mbarrier_expect_tx(full, 2 * Layout::kTileBytes);
       copy_tile_async<D, kTileRows>(base + Layout::kKeysAt + place, qkv_map, k_column, key_begin, tile.b, full);
       copy_tile_async<D, kTileRows>(base + Layout::kValuesAt + place, qkv_map, v_column, key_begin, tile.b, full);
     }
   });
 }
 
-// Of queries (rows) and keys: p in place of scores. Factor: a float or ColumnFactors.
-template <int kN, typename Factor>
+// Of queries (rows) and keys: p in place of scores.
+template <int kN>
 __device__ __forceinline__ void probabilities_by_query(float (&scores)[1][kN][4],
-                                                       const RowStatistics (&statistics)[2], const Factor& factor) {
+                                                       const RowStatistics (&statistics)[2], float scale_log2) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      scores[0][n][e] =
-          exp2_approximate(fmaf(scores[0][n][e], factor_of<kN>(factor, n), -statistics[e / 2].lse_log2));
+      scores[0][n][e] = exp2_approximate(fmaf(scores[0][n][e], scale_log2, -statistics[e / 2].lse_log2));
     }
   }
 }
@@ -98,8 +84,8 @@ __device__ __forceinline__ void score_gradient_by_query(const float (&p)[1][kN][
 }
 
 // What is done with d_q of a warp's queries, which are those of a head from `begin` on: returns the maximum of
-// `amax` and what was stored. `out` has room for kColumns of a row.
-template <int D, int kColumns = D>
+// `amax` and what was stored.
+template <int D>
 __device__ __forceinline__ float store_query_gradient(float (&d_q)[1][D / 8][4],
                                                       const GradientOutput<BFloat16>& output, unsigned char* out,
                                                       const AttentionDims& dims, const Tile& tile, int begin,
@@ -107,29 +93,23 @@ __device__ __forceinline__ float store_query_gradient(float (&d_q)[1][D / 8][4],
   scale_by(d_q, scale);
   if (output.cos_sin != nullptr) rotate_back<D>(d_q, output.cos_sin, begin, dims.S);
   if (output.amax != nullptr) amax = max_of_rows(amax, d_q, dims.S - begin);
-  BFloat16* const rows = output.d_qkv + dims.qkv_row(tile.b, begin, tile.head);
-#pragma unroll
-  for (int column = 0; column < D; column += kColumns) {
-    auto& columns = reinterpret_cast<float(&)[1][kColumns / 8][4]>(d_q[0][column / 8]);
-    store_rows<kColumns>(columns, out, rows + column, dims.qkv_stride(), dims.S - begin);
-  }
+  store_rows<D>(d_q, out, output.d_qkv + dims.qkv_row(tile.b, begin, tile.head), dims.qkv_stride(), dims.S - begin);
   return amax;
 }
 
-// Adds what a tile of keys gives to d_q of a consumer's 64 queries. `score_keys`: those that scores are taken from,
-// codes with kCodes, as the queries; `factor` is theirs. `mask_earlier` hides keys before the first of each query.
-template <int D, bool kCodes, typename MaskEarlier, typename Factor>
+// Adds what a tile of keys gives to d_q of a consumer's 64 queries. `mask_earlier` hides keys before the first of
+// each query.
+template <int D, typename MaskEarlier>
 __device__ __forceinline__ void add_keys(float (&d_q)[1][D / 8][4], SharedTile queries, SharedTile d_out,
-                                         SharedTile score_keys, SharedTile keys, SharedTile values,
-                                         const RowStatistics (&statistics)[2], bool masked,
-                                         const MaskEarlier& mask_earlier, const Factor& factor,
+                                         SharedTile keys, SharedTile values, const RowStatistics (&statistics)[2],
+                                         bool masked, const MaskEarlier& mask_earlier, float scale_log2,
                                          const PingPongBarrier<>& ping_pong) {
   constexpr int kKeys = QueryLayout<D>::kKeys;
   float p[1][kKeys / 8][4], d_s[1][kKeys / 8][4];
   uint32_t packed[1][kKeys / 16][4];
   ping_pong.wait();
   wgmma_fence();
-  start_scores<D, kCodes>(p, queries, score_keys);
+  start_product_transposed<D>(p, queries, keys);
   wgmma_commit_group();
   start_product_transposed<D>(d_s, d_out, values);
   wgmma_commit_group();
@@ -138,7 +118,7 @@ __device__ __forceinline__ void add_keys(float (&d_q)[1][D / 8][4], SharedTile q
   fence_operand(p);
   if (masked) mask_later_keys<false>(p, warp_row());
   mask_earlier(p);
-  probabilities_by_query(p, statistics, factor);
+  probabilities_by_query(p, statistics, scale_log2);
   wgmma_wait_group<0>();
   fence_operand(d_s);
   score_gradient_by_query(p, d_s, statistics);
@@ -150,17 +130,16 @@ __device__ __forceinline__ void add_keys(float (&d_q)[1][D / 8][4], SharedTile q
   fence_operand(d_q);
 }
 
-template <int D, bool kFirstKeys, bool kCodes>
-__device__ __forceinline__ void sum_over_keys(const GradientOutput<BFloat16>& output, const JointScales& scales,
-                                              const int32_t* first_key, const RowStatistics* statistics,
-                                              unsigned char* shared, const AttentionDims& dims,
-                                              const TileOrder& order,
-                                              const Barriers<QueryLayout<D, kCodes>>& barriers, float scale) {
-  using Layout = QueryLayout<D, kCodes>;
+template <int D, bool kFirstKeys>
+__device__ __forceinline__ void sum_over_keys(const GradientOutput<BFloat16>& output, const int32_t* first_key,
+                                              const RowStatistics* statistics, unsigned char* shared,
+                                              const AttentionDims& dims, const TileOrder& order,
+                                              const Barriers<QueryLayout<D>>& barriers, float scale) {
+  using Layout = QueryLayout<D>;
   const int consumer = consumer_index();
   const uint32_t base = shared_address(shared);
   const SharedTile queries = SharedTile{base, Layout::kBlockBytes}.rows(consumer * kConsumerRows);
-  const SharedTile d_out = SharedTile{base + Layout::kDOutAt, Layout::kBlockBytes}.rows(consumer * kConsumerRows);
+  const SharedTile d_out{queries.address + Layout::kDOutAt, queries.block_bytes};
   const PingPongBarrier<> ping_pong(consumer);
   float amax = 0.0f;  // of this thread's rows of all its tiles
   unsigned slot = 0;
@@ -174,11 +153,9 @@ __device__ __forceinline__ void sum_over_keys(const GradientOutput<BFloat16>& ou
     }
     float d_q[1][D / 8][4];
     clear(d_q);
-    const ScoreFactors<kCodes> factors(scales, dims, tile, consumer, scale * kLog2E);
     const FirstKeys<kFirstKeys> first_keys(first_key, dims, tile.b);
     const int last_begin = first_keys.first_tile(tile.begin);
     for (int key_begin = tile.begin; key_begin >= last_begin; key_begin -= Layout::kKeys, ++slot) {
-      const auto factor = factors.of_keys(key_begin);
       const SharedTile keys{base + Layout::kKeysAt + slot % Layout::kStages * Layout::kTileBytes,
                             Layout::kBlockBytes};
       const SharedTile values{keys.address + Layout::kValuesAt - Layout::kKeysAt, keys.block_bytes};
@@ -186,18 +163,13 @@ __device__ __forceinline__ void sum_over_keys(const GradientOutput<BFloat16>& ou
       const auto mask_earlier = [&](float(&p)[1][Layout::kKeys / 8][4]) {
         first_keys.template mask<false>(p, begin, kWarpRows, key_begin);
       };
-      SharedTile score_keys = keys;
-      if constexpr (kCodes) {
-        score_keys.address = base + Layout::kCodesAt + slot % Layout::kStages * Layout::kCodeBytes;
-      }
-      add_keys<D, kCodes>(d_q, queries, d_out, score_keys, keys, values, rows, key_begin == tile.begin,
-                          mask_earlier, factor, ping_pong);
+      add_keys<D>(d_q, queries, d_out, keys, values, rows, key_begin == tile.begin, mask_earlier, scale * kLog2E,
+                  ping_pong);
       barriers.passing.release(slot);
     }
     barriers.own.release(0);
-    amax = store_query_gradient<D, Layout::kOutColumns>(
-        d_q, output, shared + Layout::kOutAt + warp_row() * kRowBytes<Layout::kOutColumns>, dims, tile, begin,
-        scale, amax);
+    amax = store_query_gradient<D>(d_q, output, shared + Layout::kOutAt + warp_row() * kRowBytes<D>, dims, tile,
+                                   begin, scale, amax);
   });
   ping_pong.end();
   if (output.amax != nullptr) raise_to_warp_max(output.amax, amax);

@@ -42,11 +42,7 @@ constexpr int kOutAt = kStages * kStageBytes;  // half of the tile: kTileCols / 
 constexpr int kHalves = 2, kHalfRows = kTileRows / kHalves;
 constexpr int kOutBlockBytes = kHalfRows * kBlockRowBytes;
 constexpr int kBarriersAt = kOutAt + kTileCols / kBlockColumns * kOutBlockBytes;
-// The largest magnitudes that warps of the consumers find in columns of a tile, kMaximaCols each, for the tile that
-// is finished and the next one; those of a consumer's warps side by side.
-constexpr int kMaximaCols = 64, kMaximaBytes = kTileCols / kMaximaCols * kConsumers * kWarpsOfGroup * 4;
-constexpr int kMaximaAt = (kBarriersAt + (2 * kStages + 2) * 8 + 15) / 16 * 16;
-constexpr int kSharedBytes = kMaximaAt + 2 * kMaximaBytes;
+constexpr int kSharedBytes = kBarriersAt + (2 * kStages + 2) * 8;
 
 // The tiles of a product in the order in which clusters take them: cluster c takes those of number c, c +
 // clusters... A sweep has as many rows as stay in the L2 cache, and goes over all columns.
@@ -210,52 +206,7 @@ struct HalfTile {
   }
 };
 
-// The maxima of tile `n` in shared memory, as kMaximaBytes has them.
-struct TileMaxima {
-  uint32_t at;
-
-  __device__ TileMaxima(uint32_t shared, unsigned n) : at(shared + kMaximaAt + n % 2 * kMaximaBytes) {}
-  __device__ uint32_t of(int consumer, int part) const {
-    return at + (part * kConsumers + consumer) * kWarpsOfGroup * 4;
-  }
-  // By a consumer, before it leaves any of the tile: of what HalfTile rounds `c` times `factor` to. Not of NaN.
-  __device__ __forceinline__ void store(const float (&c)[1][32][4], float factor, int consumer) const {
-    constexpr int kParts = kTileCols / kMaximaCols;
-    float amax[kParts] = {};
-#pragma unroll
-    for (int n = 0; n < 32; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) amax[n * 8 / kMaximaCols] = fmaxf(amax[n * 8 / kMaximaCols], fabsf(c[0][n][e]));
-    }
-#pragma unroll
-    for (int part = 0; part < kParts; ++part) {
-      // Magnitudes are in the order of their bits; products and bf16 keep the order of what they round. All lanes
-      // write the same: a branch here would make the compiler serialize the products.
-      const float of_warp = __uint_as_float(__reduce_max_sync(kFullWarp, __float_as_uint(amax[part])));
-      asm volatile(
-          "st.shared.b32 [%0], %1;\n" ::"r"(of(consumer, part) + threadIdx.x / kWarpSize % kWarpsOfGroup * 4),
-          "r"(pack_bf16(0.0f, __fmul_rn(of_warp, factor)))
-          : "memory");
-    }
-  }
-  // By a finisher: in a consumer's rows, of `parts` parts of the columns.
-  __device__ float of_columns(int consumer, int part, int parts) const {
-    float amax = 0.0f;
-    for (int i = part; i < part + parts; ++i) {
-      float x[kWarpsOfGroup];
-      asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-                   : "=f"(x[0]), "=f"(x[1]), "=f"(x[2]), "=f"(x[3])
-                   : "r"(of(consumer, i))
-                   : "memory");
-#pragma unroll
-      for (const float of_warp : x) amax = fmaxf(amax, of_warp);
-    }
-    return amax;
-  }
-};
-
-// By all threads of a consumer. kMaxima: they leave TileMaxima, too.
-template <bool kMaxima>
+// By all threads of a consumer.
 __device__ __forceinline__ void multiply_tiles(int consumer, const Product& product, uint32_t shared,
                                                const Ring& ring, const OutTile& out) {
   const float factor = __fmul_rn(*product.scale_a, *product.scale_b);
@@ -268,7 +219,7 @@ __device__ __forceinline__ void multiply_tiles(int consumer, const Product& prod
     half.store(consumer, shared);
     OutTile::arrive(out.full);
   };
-  for_each_tile(product.order, [&](TileOrder::Place, unsigned n) {
+  for_each_tile(product.order, [&](TileOrder::Place, unsigned) {
     for (int step = 0; step < steps; ++step, ++slot) {
       const uint32_t a = shared + Ring::place(slot) * kStageBytes;
       ring.wait_full(slot);
@@ -284,7 +235,6 @@ __device__ __forceinline__ void multiply_tiles(int consumer, const Product& prod
     wgmma_wait_group<0>();
     fence_operand(c);
     ring.release(slot - 1);
-    if constexpr (kMaxima) TileMaxima(shared, n).store(c, factor, consumer);
     leave(HalfTile(c, factor, 0));
     held = HalfTile(c, factor, 1);
   });
@@ -307,21 +257,20 @@ __device__ __forceinline__ Stored<BFloat16, kCount> read_half(uint32_t shared, i
   return x;
 }
 
-// By all finishers: finish(place, half, n) reads that half of the n-th tile with read_half().
+// By all finishers: finish(place, half) reads that half of the tile with read_half().
 template <typename Finish>
 __device__ __forceinline__ void finish_tiles(const OutTile& out, const TileOrder& order, const Finish& finish) {
   for_each_tile(order, [&](TileOrder::Place place, unsigned n) {
     for (int half = 0; half < kHalves; ++half) {
       out.wait_full(kHalves * n + half);
-      finish(place, half, n);
+      finish(place, half);
       OutTile::arrive(out.empty);
     }
   });
 }
 
-// All of a kernel with kThreads threads and kSharedBytes of shared memory, in clusters of kClusterBlocks. With
-// kMaxima finish(place, half, shared, maxima) gets TileMaxima, without it finish(place, half, shared).
-template <bool kMaxima = false, typename Finish>
+// All of a kernel with kThreads threads and kSharedBytes of shared memory, in clusters of kClusterBlocks.
+template <typename Finish>
 __device__ __forceinline__ void run_product(const Product& product, unsigned char* memory, const Finish& finish) {
   const uint32_t shared = shared_address(memory);
   const Ring ring(shared);
@@ -336,17 +285,11 @@ __device__ __forceinline__ void run_product(const Product& product, unsigned cha
   const int group = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   if (group > 0) {
     setmaxnreg_inc<kConsumerRegisters>();
-    multiply_tiles<kMaxima>(group - 1, product, shared, ring, out);
+    multiply_tiles(group - 1, product, shared, ring, out);
   } else {
     setmaxnreg_dec<kFinisherRegisters>();
     if (threadIdx.x >= kWarpSize) {
-      finish_tiles(out, product.order, [&](TileOrder::Place place, int half, unsigned n) {
-        if constexpr (kMaxima) {
-          finish(place, half, shared, TileMaxima(shared, n));
-        } else {
-          finish(place, half, shared);
-        }
-      });
+      finish_tiles(out, product.order, [&](TileOrder::Place place, int half) { finish(place, half, shared); });
     } else if (threadIdx.x == 0) {
       copy_tiles(product, shared, ring);
     }

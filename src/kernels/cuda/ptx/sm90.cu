@@ -39,10 +39,4 @@ CUtensorMap make_code_map(const void* codes, int64_t rows, int64_t columns, int 
                      {kCodesDepth, static_cast<cuuint32_t>(box_rows)});
 }
 
-CUtensorMap make_code_tile_map(const void* codes, int64_t columns, int64_t S, int64_t B, int box_rows) {
-  const auto width = static_cast<cuuint64_t>(columns), rows = static_cast<cuuint64_t>(S);
-  return make_map<3>(CU_TENSOR_MAP_DATA_TYPE_UINT8, codes, {width, rows, static_cast<cuuint64_t>(B)},
-                     {width, width * rows}, {kCodesDepth, static_cast<cuuint32_t>(box_rows), 1});
-}
-
 }  // namespace parka::cuda

@@ -13,8 +13,6 @@ constexpr int kCodesStep = 32;    // of them multiplied by one instruction
 // Rows of a [rows, columns] matrix of codes, in boxes of `box_rows` rows and kCodesDepth columns. Copies fill what
 // is outside of it with zeros. Its address and columns are multiples of 16.
 CUtensorMap make_code_map(const void* codes, int64_t rows, int64_t columns, int box_rows);
-// The same of a [B, S, columns] tensor for copy_box_async(), in boxes of rows of one sequence.
-CUtensorMap make_code_tile_map(const void* codes, int64_t columns, int64_t S, int64_t B, int box_rows);
 
 #if PARKA_SM90_CODE
 
@@ -51,37 +49,12 @@ __device__ inline void wgmma_e4m3_step(float (&c)[1][32][4], uint64_t a, uint64_
       : "l"(a), "l"(b), "r"(int{accumulate}));
 }
 
-// The same for narrower B: [64, 32] and [128, 32].
-__device__ inline void wgmma_e4m3_step(float (&c)[1][8][4], uint64_t a, uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %34, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n64k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, %32, %33, accumulate, 1, 1;\n}\n"
-      : PARKA_C16(0), PARKA_C16(4)
-      : "l"(a), "l"(b), "r"(int{accumulate}));
-}
-__device__ inline void wgmma_e4m3_step(float (&c)[1][16][4], uint64_t a, uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n128k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
-      "}, %64, %65, accumulate, 1, 1;\n}\n"
-      : PARKA_C64(0)
-      : "l"(a), "l"(b), "r"(int{accumulate}));
-}
-
 #undef PARKA_C4
 #undef PARKA_C16
 #undef PARKA_C64
 
-// Starts c = A B^T, or c += A B^T, for a row of tiles' depth: A [64, 128], B [8 kN, 128].
-template <int kN>
-__device__ inline void start_e4m3_product(float (&c)[1][kN][4], uint32_t a_tile, uint32_t b_tile, bool accumulate) {
+// Starts c = A B^T, or c += A B^T, for a row of tiles' depth: A [64, 128], B [256, 128].
+__device__ inline void start_e4m3_product(float (&c)[1][32][4], uint32_t a_tile, uint32_t b_tile, bool accumulate) {
   const uint64_t a = operand_descriptor<false>(a_tile, 0), b = operand_descriptor<false>(b_tile, 0);
 #pragma unroll
   for (int k = 0; k < kCodesDepth / kCodesStep; ++k) {

@@ -2,7 +2,6 @@
 #include <cstdint>
 
 #include "kernels/cuda/quantize/fp8.cuh"
-#include "kernels/ops/attention/rope.h"
 
 // FP8 codes and scales of groups that span several threads of a warp. Each thread has parts of two groups, and a
 // group lies in `lanes` neighbouring threads, a power of 2 from 2 to 32.
@@ -27,9 +26,6 @@ __device__ inline GroupScales scales_for_groups(float first_amax, float second_a
   const PieceScale other{__shfl_xor_sync(kFullWarp, own.scale, 1), __shfl_xor_sync(kFullWarp, own.inverse, 1)};
   return {owns_first ? own : other, owns_first ? other : own, own};
 }
-
-// A joint scale (ops/attention/rope.h) as encode_and_decode() takes it.
-__device__ inline PieceScale joint_piece(float scale) { return {scale, inverse_of_joint_scale(scale)}; }
 
 // Returns the codes of kWidth adjacent columns, and replaces x by the values that they decode to.
 template <typename F8, int kWidth>

@@ -38,17 +38,6 @@ void check_attention(std::string_view op, const Args& a) {
 }
 
 template <typename Args>
-void check_codes(std::string_view op, const Args& a) {
-  if (a.codes.empty()) return;
-  check_matrix(op, "codes", a.codes, a.qkv.dim[0], a.qkv.dim[1]);
-  const int64_t D = a.qkv.dim[1] / (a.num_heads + 2 * a.num_kv_heads);
-  if (a.codes.scaling != Scaling::kGroup || a.codes.data.dtype != DType::kE4M3 || D % a.codes.group != 0) {
-    throw_internal("{}: codes is {}, wanted e4m3 with scales of groups of heads of {} columns", op,
-                   describe(a.codes), D);
-  }
-}
-
-template <typename Args>
 bool has_window(const Args& a) {
   return a.window > 0 && a.window < a.sequence_length;
 }
@@ -70,19 +59,10 @@ double attention_flop(const Args& a) {
   return 4.0 * elements * (W - W * W / (2.0 * S));
 }
 
-// Of the codes of queries and keys.
-template <typename Args>
-double code_bytes(const Args& a) {
-  if (a.codes.empty()) return 0;
-  return bytes_of(a.codes) * static_cast<double>(a.num_heads + a.num_kv_heads) /
-         static_cast<double>(a.num_heads + 2 * a.num_kv_heads);
-}
-
 }  // namespace
 
 void attention_forward(Device& device, const AttentionForward& a) {
   check_attention("attention_forward", a);
-  check_codes("attention_forward", a);
   if (!a.out_amax.empty()) check_tensor("attention_forward", "out_amax", a.out_amax, {1}, {DType::kF32});
   if (a.qkv.numel() == 0) return;
   PARKA_DISPATCH(attention_forward, device, a);
@@ -90,7 +70,6 @@ void attention_forward(Device& device, const AttentionForward& a) {
 
 void attention_backward(Device& device, const AttentionBackward& a) {
   check_attention("attention_backward", a);
-  check_codes("attention_backward", a);
   check_tensor("attention_backward", "d_out", a.d_out, {a.out.dim[0], a.out.dim[1]}, {a.qkv.dtype});
   check_tensor("attention_backward", "d_qkv", a.d_qkv, {a.qkv.dim[0], a.qkv.dim[1]}, {a.qkv.dtype});
   if (!a.cos_sin.empty()) {
@@ -119,15 +98,14 @@ void attention_statistics(Device& device, const AttentionStatistics& a) {
 
 // Backward counts 2.5 times forward, for its five products.
 OpCost cost_of(const AttentionForward& a) {
-  return {all_bytes(a.qkv, a.out, a.lse) + code_bytes(a), attention_flop(a), shape_with_mask(a),
-          Products::kAttentionForward};
+  return {all_bytes(a.qkv, a.out, a.lse), attention_flop(a), shape_with_mask(a), Products::kAttentionForward};
 }
 TensorView output_of(const AttentionForward& a) { return a.out; }
 int64_t workspace_of(const AttentionForward&) { return cuda::kAttentionForwardWorkspaceBytes; }
 
 OpCost cost_of(const AttentionBackward& a) {
-  return {all_bytes(a.qkv, a.out, a.d_out, a.lse, a.cos_sin, a.d_qkv) + code_bytes(a), 2.5 * attention_flop(a),
-          shape_with_mask(a), Products::kAttentionBackward};
+  return {all_bytes(a.qkv, a.out, a.d_out, a.lse, a.cos_sin, a.d_qkv), 2.5 * attention_flop(a), shape_with_mask(a),
+          Products::kAttentionBackward};
 }
 TensorView output_of(const AttentionBackward& a) { return a.d_qkv; }
 int64_t workspace_of(const AttentionBackward& a) {

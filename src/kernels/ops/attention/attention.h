@@ -28,9 +28,6 @@ struct AttentionForward {
   // The most keys that first_key leaves to a row, its own included: what the op's cost counts. 0: it does not say.
   int64_t window = 0;
   bool causal = true;  // false: rows attend to later ones, too; there is no first_key then
-  // kGroup E4M3 [T, (H + 2 * Hkv) * D], in: what rope_forward with joint_scales has saved, where qkv is what that
-  // decodes to. A GPU may take scores from its queries and keys. Empty: it takes them from qkv.
-  ScaledView codes = {};
 };
 PARKA_OP(attention_forward, AttentionForward);
 int64_t workspace_of(const AttentionForward& a);
@@ -57,9 +54,8 @@ struct AttentionBackward {
   // (cuda::attention_backward_scratch_bytes). If it is empty or too small, d_s is computed twice, once for d_k and
   // once for d_q.
   TensorView scratch = {};
-  int64_t window = 0;     // as in AttentionForward
-  bool causal = true;     // as in AttentionForward
-  ScaledView codes = {};  // as in AttentionForward
+  int64_t window = 0;  // as in AttentionForward
+  bool causal = true;  // as in AttentionForward
 };
 // Deterministic: equal input gives equal bits, with scratch and without.
 PARKA_OP(attention_backward, AttentionBackward);

@@ -62,6 +62,13 @@ std::vector<double> frequencies_of(int64_t head_dim, double theta, const RopeSca
   return frequencies;
 }
 
+// What cosines and sines are multiplied by.
+double amplitude_of(const RopeScaling& scaling) {
+  if (scaling.kind != RopeScalingKind::kYarn) return 1;
+  return scaling.attention_factor > 0 ? scaling.attention_factor
+                                      : 0.1 * std::log(std::max(scaling.factor, 1.0)) + 1;
+}
+
 // The part of a fused QKV buffer that is rotated: all but the value heads.
 double rotated_bytes(const TensorView& qkv, int64_t heads, int64_t kv_heads) {
   return bytes_of(qkv) * static_cast<double>(heads + kv_heads) / static_cast<double>(heads + 2 * kv_heads);
@@ -87,10 +94,6 @@ void check_rope_forward(const RopeForward& a) {
       throw_internal("rope_forward: saved is {}, wanted fp8 with a scale per group", describe(a.saved));
     }
   }
-  if (a.joint_scales && (a.saved.empty() || a.saved.data.dtype != DType::kE4M3 || D % a.saved.group != 0)) {
-    throw_internal("rope_forward: saved is {}, which has no joint scales of heads of {} columns", describe(a.saved),
-                   D);
-  }
 }
 
 void rope_forward(Device& device, const RopeForward& a) {
@@ -99,17 +102,11 @@ void rope_forward(Device& device, const RopeForward& a) {
   PARKA_DISPATCH(rope_forward, device, a);
 }
 
-double rope_amplitude(const RopeScaling& scaling) {
-  if (scaling.kind != RopeScalingKind::kYarn) return 1;
-  return scaling.attention_factor > 0 ? scaling.attention_factor
-                                      : 0.1 * std::log(std::max(scaling.factor, 1.0)) + 1;
-}
-
 std::vector<float> rope_table(int64_t sequence_length, int64_t head_dim, double theta, const RopeScaling& scaling) {
   PARKA_REQUIRE(sequence_length >= 0 && head_dim > 0 && head_dim % 2 == 0 && theta > 0);
   const int64_t half = head_dim / 2;
   const std::vector<double> frequencies = frequencies_of(head_dim, theta, scaling);
-  const double amplitude = rope_amplitude(scaling);
+  const double amplitude = amplitude_of(scaling);
   std::vector<float> table(static_cast<size_t>(sequence_length * head_dim));
   for (int64_t position = 0; position < sequence_length; ++position) {
     float* row = table.data() + position * head_dim;
@@ -123,12 +120,9 @@ std::vector<float> rope_table(int64_t sequence_length, int64_t head_dim, double 
 }
 
 OpCost cost_of(const RopeForward& a) {
-  const double rotated = rotated_bytes(a.qkv, a.num_heads, a.num_kv_heads);
-  // What is saved is all of qkv, and all of it becomes what the codes decode to. Joint scales are found first.
-  if (!a.saved.empty()) {
-    return moved(2 * bytes_of(a.qkv) + bytes_of(a.saved) + (a.joint_scales ? rotated : 0), a.qkv);
-  }
-  return moved(2 * rotated, a.qkv);
+  // What is saved is all of qkv, and all of it becomes what the codes decode to.
+  if (!a.saved.empty()) return moved(2 * bytes_of(a.qkv) + bytes_of(a.saved), a.qkv);
+  return moved(2 * rotated_bytes(a.qkv, a.num_heads, a.num_kv_heads), a.qkv);
 }
 TensorView output_of(const RopeForward& a) { return a.qkv; }
 

@@ -25,10 +25,8 @@ void rope_projection(Device& device, const RopeProjection& a) {
 
 OpCost cost_of(const RopeProjection& a) {
   OpCost cost = cost_of(a.projection);
-  // The projection is neither written nor read, nor is it for joint scales.
-  RopeForward rope = a.rope;
-  rope.joint_scales = false;
-  cost.bytes += cost_of(rope).bytes - 2 * bytes_of(a.projection.out);
+  // The projection is neither written nor read.
+  cost.bytes += cost_of(a.rope).bytes - 2 * bytes_of(a.projection.out);
   return cost;
 }
 TensorView output_of(const RopeProjection& a) { return output_of(a.rope); }
@@ -45,8 +43,6 @@ void run_as_two(Device& device, const RopeProjection& a) {
   rope_forward(device, a.rope);
 }
 
-std::string effect_of(const RopeProjection& a) {
-  return fmt::format("rope per 1x{}{}", a.rope.saved.group, a.rope.joint_scales ? " joint" : "");
-}
+std::string effect_of(const RopeProjection& a) { return fmt::format("rope per 1x{}", a.rope.saved.group); }
 
 }  // namespace parka
