@@ -13,12 +13,12 @@ Formats::Formats(const PrecisionConfig& config) {
   switch (config.gemm) {
     case GemmPrecision::kCompute: break;
     case GemmPrecision::kFp8Tensor:
-      activation = weight = {config.forward_format, Scaling::kTensor, 0, DType::kF32};
+      activation = weight = {kForwardFormat, Scaling::kTensor, 0, DType::kF32};
       gradient = {config.backward_format, Scaling::kTensor, 0, DType::kF32};
       break;
     case GemmPrecision::kFp8Block:
-      activation = {config.forward_format, Scaling::kGroup, kBlockSize, DType::kF32};
-      weight = {config.forward_format, Scaling::kBlock, kBlockSize, DType::kF32};
+      activation = {kForwardFormat, Scaling::kGroup, kBlockSize, DType::kF32};
+      weight = {kForwardFormat, Scaling::kBlock, kBlockSize, DType::kF32};
       gradient = {config.backward_format, Scaling::kGroup, kBlockSize, DType::kF32};
       break;
   }
@@ -32,7 +32,7 @@ Formats::Formats(const PrecisionConfig& config) {
     // Probabilities span more powers of two than E4M3 has under one scale.
     if (gradient.scaling == Scaling::kTensor) logits_gradient.dtype = DType::kE5M2;
   }
-  const Format group = {config.forward_format, Scaling::kGroup, config.group_size, DType::kBF16};
+  const Format group = {kForwardFormat, Scaling::kGroup, config.group_size, DType::kBF16};
   norm_input = config.norm_input == Storage::kFp8 ? group : compute;
   up_gate = config.up_gate == Storage::kFp8 ? group : compute;
   qkv = config.qkv == Storage::kFp8 ? group : compute;

@@ -14,6 +14,9 @@ struct Format {
   DType scale_dtype = DType::kF32;
 };
 
+// Of weights and activations in FP8.
+inline constexpr DType kForwardFormat = DType::kE4M3;
+
 // The format of every kind of tensor under a precision config. docs/precision.md says why each is what it is.
 struct Formats {
   Format compute;                         // residual stream, attention, everything that is not FP8

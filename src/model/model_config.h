@@ -192,7 +192,6 @@ struct PrecisionConfig {
   Recipe recipe = Recipe::kBf16;
   DType compute = DType::kBF16;
   GemmPrecision gemm = GemmPrecision::kCompute;
-  DType forward_format = DType::kE4M3;
   DType backward_format = DType::kE5M2;
   Storage norm_input = Storage::kCompute;
   Storage up_gate = Storage::kCompute;
@@ -206,8 +205,6 @@ struct PrecisionConfig {
   bool save_product = true;
   WeightCopies weight_copies = WeightCopies::kAuto;
   int64_t weight_copies_blocks = 0;
-  bool fast_forward = true;
-  bool fast_input_gradient = true;
   bool fast_weight_gradient = false;
   Recompute recompute = Recompute::kNone;
   int64_t offload_blocks = 0;
@@ -232,8 +229,6 @@ struct PrecisionConfig {
     visit("gemm", gemm,
           "Inputs of the linear layers in the blocks: compute (as `compute`), fp8_tensor (one scale per tensor) or "
           "fp8_block (1x128 activations, 128x128 weights)");
-    visit("forward_format", forward_format, "FP8 format of weights and activations",
-          one_of(DType::kE4M3, DType::kE5M2));
     visit("backward_format", backward_format, "FP8 format of output gradients", one_of(DType::kE4M3, DType::kE5M2));
     visit("norm_input", norm_input,
           "How the norms' inputs are kept for backward: compute, or fp8 (one scale per 1 x group_size)");
@@ -274,14 +269,11 @@ struct PrecisionConfig {
         "Blocks, from the first on, of which the copies of weight_copies are kept; of those behind one copy less: "
         "rows where it is both, none where it is rows (same bits). 0: the copies of all blocks",
         IntegerRange{0, kMaxDimension});
-    visit("fast_forward", fast_forward,
-          "fp8_tensor on a GPU: forward's products are summed in the tensor cores' accumulator of about 14 bits; "
-          "false: added up in fp32 every 128 terms, slower");
-    visit("fast_input_gradient", fast_input_gradient,
-          "The same for input gradients, but not the head's, which are sums over the vocabulary");
-    visit("fast_weight_gradient", fast_weight_gradient,
-          "The same for weight gradients, which are sums over all tokens of the micro-batch; true makes the loss "
-          "worse");
+    visit(
+        "fast_weight_gradient", fast_weight_gradient,
+        "fp8_tensor on a GPU: weight gradients, sums over all tokens of the micro-batch, are added up in the tensor "
+        "cores' accumulator of about 14 bits, as other products are; true makes the loss worse. false: in fp32 "
+        "every 128 terms");
     visit("recompute", recompute,
           "none, or block: keep only each block's input and run the block's forward again in backward (same bits)");
     visit("offload_blocks", offload_blocks,

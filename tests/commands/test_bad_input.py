@@ -32,7 +32,7 @@ CONFIG_CASES = [
     ("unknown key", setting("optimizer.lrr", 1e-3), ["optimizer.lrr", "optimizer.lr"]),
     ("unknown section", setting("optimiser.lr", 1e-3), ["optimiser", "optimizer"]),
     ("misspelt recipe", setting("precision.recipe", "caot"), ["precision.recipe", "caot", "coat"]),
-    ("misspelt format", setting("precision.forward_format", "e4m4"), ["precision.forward_format", "e4m3"]),
+    ("misspelt format", setting("precision.backward_format", "e4m4"), ["precision.backward_format", "e4m3"]),
     ("misspelt states", setting("optimizer.states", "expand"), ["optimizer.states", "fp8_expanded"]),
     ("misspelt schedule", setting("optimizer.schedule.kind", "cosin"), ["optimizer.schedule.kind", "cosine"]),
     ("text for a number", setting("optimizer.lr", "fast"), ["optimizer.lr", "number", "fast"]),

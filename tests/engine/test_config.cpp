@@ -53,7 +53,7 @@ TEST_CASE("an empty config is the defaults", "[engine][config]") {
 TEST_CASE("every kind of value is read", "[engine][config]") {
   const Config c = parse(R"({
     "model": {"d_model": 1e3, "num_heads": 10, "norm": "rmsnorm", "tie_embeddings": false, "rope_theta": 500000},
-    "precision": {"forward_format": "e5m2", "group_size": 64},
+    "precision": {"backward_format": "e4m3", "group_size": 64},
     "optimizer": {"lr": 1e-3, "gradient": "bf16", "schedule": {"kind": "wsd", "decay_steps": 7}},
     "data": {"train": ["a", "b"], "token_dtype": "uint32"},
     "checkpoint": {"folder": "x/y"}})");
@@ -61,7 +61,7 @@ TEST_CASE("every kind of value is read", "[engine][config]") {
   CHECK(c.model.norm == NormKind::kRmsNorm);
   CHECK(c.model.tie_embeddings == false);
   CHECK(c.model.rope_theta == 500000.0);
-  CHECK(c.precision.forward_format == DType::kE5M2);
+  CHECK(c.precision.backward_format == DType::kE4M3);
   CHECK(c.precision.group_size == 64);
   CHECK(c.optimizer.lr == 1e-3);
   CHECK(c.optimizer.gradient == DType::kBF16);
@@ -102,6 +102,9 @@ TEST_CASE("a removed key is ignored with the value that is meant always, and ref
   const Removed keys[] = {
       {"precision.attention_output", R"("compute")", R"("fp8")"},
       {"precision.attention_scores", R"("compute")", R"("fp8")"},
+      {"precision.fast_forward", "true", "false"},
+      {"precision.fast_input_gradient", "true", "false"},
+      {"precision.forward_format", R"("e4m3")", R"("e5m2")"},
   };
   for (const auto& [key, value, other] : keys) {
     CAPTURE(key);
@@ -236,7 +239,6 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
     const json want_precision = {{"recipe", row.recipe},
                                  {"compute", row.compute},
                                  {"gemm", row.gemm},
-                                 {"forward_format", "e4m3"},
                                  {"backward_format", row.backward},
                                  {"norm_input", row.norm_input},
                                  {"up_gate", row.up_gate},
@@ -250,8 +252,6 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"save_product", row.save_product},
                                  {"weight_copies", "auto"},
                                  {"weight_copies_blocks", 0},
-                                 {"fast_forward", true},
-                                 {"fast_input_gradient", true},
                                  {"fast_weight_gradient", false},
                                  {"recompute", "none"},
                                  {"offload_blocks", 0},

@@ -137,9 +137,6 @@ TEST_CASE("products that may be one kernel with what reads them are recorded onc
     CAPTURE(recipe);
     CHECK(record_fused_products(step_config(folder.path().string(), recipe, 0, true, 1, 1), 1).empty());
   }
-  Config accurate = step_config(folder.path().string(), "coat", 0, true, 1, 1);
-  accurate.precision.fast_forward = false;
-  CHECK(record_fused_products(accurate, 1).empty());
 }
 
 TEST_CASE("a run makes one kernel of what its device fuses, and its bits stay", "[engine][tuning]") {

@@ -156,7 +156,7 @@ def option_cases():
         ("optimizer", {"optimizer": {"clip_norm": 0.05, "clip_warmup_steps": 3, "decay_embeddings": True, "gradient": "bf16",
                                      "schedule": {"kind": "wsd", "warmup_steps": 2, "decay_steps": 3}}}),
         ("no_clipping", {"optimizer": {"clip_norm": 0, "schedule": {"kind": "linear"}}, "data": {"shuffle": False}}),
-        ("formats", {"precision": {"forward_format": "e5m2", "backward_format": "e4m3", "eval": "bf16"}}),
+        ("formats", {"precision": {"backward_format": "e4m3", "eval": "bf16"}}),
         ("save_silu", {"precision": {"save_silu": True}}),
     ]
     cases += [of(f".{name}", family, "parka", changes) for family in FAMILIES for name, changes in other]

@@ -24,11 +24,6 @@
 namespace parka {
 namespace {
 
-// Products of two E5M2 matrices have no tensor-core form: cuBLASLt refuses them, and Parka's own kernel is slow.
-bool multiplies_e5m2_by_e5m2(const PrecisionConfig& precision) {
-  return precision.gemm != GemmPrecision::kCompute && precision.forward_format == DType::kE5M2;
-}
-
 bool names_tuning_file(const Config& config) {
   return !config.device.gemm_tuning_is_auto() && !config.device.gemm_tuning_is_off();
 }
@@ -104,11 +99,6 @@ void check_head_dims(const Config& config, DeviceKind device) {
 std::unique_ptr<Device> make_untuned_device(const Config& config, int gpu) {
   check_head_dims(config, wants_gpu(config) ? DeviceKind::kCuda : DeviceKind::kCpu);
   if (!wants_gpu(config)) return make_cpu_device();
-  if (multiplies_e5m2_by_e5m2(config.precision)) {
-    log_warning(
-        "precision.forward_format = e5m2: GPUs have no tensor cores for products of two e5m2 matrices, "
-        "so this is slow");
-  }
   return make_cuda_device(gpu);
 }
 

@@ -31,6 +31,9 @@ struct RemovedKey {
 constexpr RemovedKey kRemovedKeys[] = {
     {"precision.attention_output", R"("compute")"},
     {"precision.attention_scores", R"("compute")"},
+    {"precision.fast_forward", "true"},
+    {"precision.fast_input_gradient", "true"},
+    {"precision.forward_format", R"("e4m3")"},
 };
 
 const RemovedKey* find_removed(std::string_view path) {

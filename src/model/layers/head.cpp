@@ -31,7 +31,6 @@ Head::Head(const ModelConfig& model, const ParameterTable& table, int64_t logits
       chunk_(std::min(scope.tokens(), logits_chunk_tokens)),
       weight_(table.head),
       is_fp8_(scope.formats().fp8_head),
-      fast_forward_(scope.precision().fast_forward),
       fast_weight_gradient_(scope.precision().fast_weight_gradient),
       trains_weight_(table.is_trainable(weight_)),
       has_backward_below_(table.first_trained_unit < table.head_unit() || table.is_trainable(table.final_norm)),
@@ -80,7 +79,7 @@ TensorView Head::logits(const StepContext& step, const ScaledView& weight, int64
   quantize(
       step.device,
       {.x = y, .out = x, .out_t = is_read_again ? step.matrix(input_.transposed, width_, count) : ScaledView{}});
-  gemm(step.device, {.a = x, .b = weight, .out = out, .fast_accumulation = fast_forward_});
+  gemm(step.device, {.a = x, .b = weight, .out = out, .fast_accumulation = true});
   return out;
 }
 

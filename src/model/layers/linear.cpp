@@ -40,8 +40,6 @@ Linear::Linear(const PrecisionConfig& precision, const ParameterTable& table, co
       trains_bias_(table.is_trainable(bias_)),
       is_fp8_(precision.gemm != GemmPrecision::kCompute && weight_ >= 0 &&
               table.all[static_cast<size_t>(weight_)].is_of_block()),
-      fast_forward_(precision.fast_forward),
-      fast_input_gradient_(precision.fast_input_gradient),
       fast_weight_gradient_(precision.fast_weight_gradient),
       lora_scale_(table.lora_scale),
       dropout_(table.lora_dropout),
@@ -95,7 +93,7 @@ Gemm Linear::product(const StepContext& step, const ScaledView& x, const TensorV
           .b = is_fp8_ ? step.weights.quantized(step.device, weight_)
                        : ScaledView(step.weights.operand(step.device, weight_)),
           .out = out,
-          .fast_accumulation = fast_forward_};
+          .fast_accumulation = true};
 }
 
 void Linear::input_gradient(const StepContext& step, const GemmInput& d_out, const TensorView& d_x) const {
@@ -113,7 +111,7 @@ void Linear::input_gradient(const StepContext& step, const GemmInput& d_out, con
                        .b = step.weights.transposed(step.device, weight_),
                        .out = d_x,
                        .accumulate = adapters_first,
-                       .fast_accumulation = fast_input_gradient_});
+                       .fast_accumulation = true});
   } else {
     gemm(step.device, {.a = d_out.row,
                        .b = step.weights.operand(step.device, weight_),

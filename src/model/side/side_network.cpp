@@ -23,7 +23,7 @@ std::string down_prefix(int64_t i) { return i == 0 ? kSide : block_prefix(kSide,
 
 // Of a down_i's input: as activations are kept for backward.
 Format kept_format(const PrecisionConfig& precision) {
-  return {precision.forward_format, Scaling::kGroup, precision.group_size, DType::kBF16};
+  return {kForwardFormat, Scaling::kGroup, precision.group_size, DType::kBF16};
 }
 
 }  // namespace
