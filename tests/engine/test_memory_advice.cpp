@@ -62,7 +62,7 @@ TEST_CASE("what a plan proposes fits, and does not without any one change", "[en
       const int64_t needed = planned_with(config, {}, num_gpus);
       for (const int64_t percent : num_gpus == 1 ? std::vector<int64_t>{90, 50} : std::vector<int64_t>{65}) {
         CAPTURE(entry.path().filename().string(), percent);
-        const auto advice = cheapest_changes(config, num_gpus, needed / 100 * percent);
+        const auto advice = cheapest_changes(config, num_gpus, {.gpu = needed / 100 * percent});
         if (!advice) continue;
         ++advised;
         CHECK(!advice->changes.empty());
@@ -76,30 +76,28 @@ TEST_CASE("what a plan proposes fits, and does not without any one change", "[en
 TEST_CASE("a plan proposes nothing for a run that fits", "[engine][memory advice]") {
   const json config = shipped_config("tiny-llama");
   const int64_t needed = planned_with(config, {}, 1);
-  const auto fits = cheapest_changes(config, 1, needed);
+  const auto fits = cheapest_changes(config, 1, {.gpu = needed});
   REQUIRE(fits);
   CHECK(fits->changes.empty());
   CHECK(fits->arguments().empty());
   CHECK(fits->planned.gpu == needed);
-  CHECK_FALSE(cheapest_changes(config, 1, needed / 1000));
+  CHECK_FALSE(cheapest_changes(config, 1, {.gpu = needed / 1000}));
 }
 
 TEST_CASE("a plan proposes the cheap changes before the dear ones", "[engine][memory advice][slow]") {
   constexpr int64_t kLimit = 80'000'000'000 - kContextBytes;
   const json config = shipped_config("llama3-8b", {"precision.recipe=parka"});
-  const auto advice = cheapest_changes(config, 1, kLimit);
+  const auto advice = cheapest_changes(config, 1, {.gpu = kLimit});
   REQUIRE(advice);
-  CHECK(advice->overrides() == std::vector<std::string>{"precision.weight_copies=rows",
-                                                        "precision.weight_copies_blocks=8",
-                                                        "precision.head=compute", "precision.offload_blocks=7",
-                                                        "optimizer.gradient=bf16"});
+  CHECK(advice->overrides() == std::vector<std::string>{"precision.weight_copies=none", "precision.head=compute",
+                                                        "precision.offload_blocks=7", "optimizer.gradient=bf16"});
   CHECK(advice->arguments() ==
-        "--set precision.weight_copies=rows --set precision.weight_copies_blocks=8 --set precision.head=compute "
-        "--set precision.offload_blocks=7 --set optimizer.gradient=bf16");
+        "--set precision.weight_copies=none --set precision.head=compute --set precision.offload_blocks=7 --set "
+        "optimizer.gradient=bf16");
   check_advice(config, *advice, kLimit);
   // A key that the file gives is not undone by a recipe that is proposed.
   const json kept = shipped_config("llama2-7b", {"precision.qkv=compute"});
-  const auto recipe = cheapest_changes(kept, 1, 46'000'000'000);
+  const auto recipe = cheapest_changes(kept, 1, {.gpu = 46'000'000'000});
   REQUIRE(recipe);
   check_advice(kept, *recipe, 46'000'000'000);
 }
@@ -110,7 +108,7 @@ TEST_CASE("a plan proposes that GPUs share each sequence, if it is long", "[engi
     const json config = shipped_config(
         "llama3-8b", {"precision.recipe=parka", "training.micro_batch_size=1", "training.global_batch_size=8",
                       "data.sequence_length=" + std::to_string(length)});
-    const auto advice = cheapest_changes(config, num_gpus, limit);
+    const auto advice = cheapest_changes(config, num_gpus, {.gpu = limit});
     REQUIRE(advice);
     check_advice(config, *advice, limit);
     const std::string arguments = advice->arguments(), key = "distributed.context_parallel=";
@@ -150,7 +148,7 @@ TEST_CASE("a plan proposes no change that a config refuses", "[engine][memory ad
   bool proposed_stage = false;
   for (int64_t part = 1; part < 20; ++part) {
     const int64_t limit = cuda::kGemmWorkspaceBytes + divisible * part / 20;
-    const auto advice = cheapest_changes(given, 2, limit);
+    const auto advice = cheapest_changes(given, 2, {.gpu = limit});
     if (!advice) continue;
     check_advice(given, *advice, limit);
     CHECK(advice->arguments().find("zero_stage=3") == std::string::npos);
@@ -163,7 +161,7 @@ TEST_CASE("a plan proposes to gather fewer blocks at a time before what costs mo
   const json config = shipped_config("llama2-7b-parka", {"distributed.gathered_blocks=32"});
   const int64_t all = planned_with(config, {}, 2), two = planned_with(config, {"distributed.gathered_blocks=2"}, 2);
   CHECK(two < all - (int64_t{5} << 30));  // 30 blocks of 200 million weights in FP8
-  const auto advice = cheapest_changes(config, 2, two);
+  const auto advice = cheapest_changes(config, 2, {.gpu = two});
   REQUIRE(advice);
   CHECK(advice->overrides() == std::vector<std::string>{"distributed.gathered_blocks=2"});
 }

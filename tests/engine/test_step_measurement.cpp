@@ -10,7 +10,6 @@
 
 #include "core/error.h"
 #include "engine/config/config_io.h"
-#include "engine/planning/changed_step.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/step/recorded_step.h"
 #include "kernels/device/step_section_names.h"
@@ -141,9 +140,6 @@ TEST_CASE("a step measured with one kernel for SwiGLU and its product has it whe
   Config longer = one.config;
   longer.training.global_batch_size = 16;
   CHECK(step_seconds(one, longer, 1) == Approx(2 * 0.9));
-  const auto again = ChangedSteps(one, one.config, {}, 1, /*slowest=*/1).predict(one.config);
-  REQUIRE(again);
-  CHECK(again->seconds == Approx(0.9));
 }
 
 TEST_CASE("waits for what is in host memory are not work of the measured GPU", "[engine][step model]") {
@@ -220,64 +216,6 @@ TEST_CASE("ops without their like in the measurement make codes of weights, at a
   Config config = one.config;
   config.precision.weight_copies = WeightCopies::kNone;
   CHECK(step_seconds(one, config, 1) == Approx(scale * own_seconds(config, 1, expected)).epsilon(1e-4));
-}
-
-TEST_CASE("a change that saves memory takes what its ops do", "[engine][step model]") {
-  const StepMeasurement one = Written(measurement()).read();
-  const double scale = 0.9 / own_seconds(one.config, 1, by_work);
-  const ChangedSteps steps(one, one.config, {}, 1, /*slowest=*/1);
-  for (const char* change : {"precision.recompute=block", "optimizer.gradient=fp32", "precision.save_product=true",
-                             "precision.weight_copies=none", "training.micro_batch_size=1",
-                             "optimizer.master=bf16_sr", "training.steps=10"}) {
-    CAPTURE(change);
-    const Config config = override_config(measured_config(), {change}, "test");
-    const auto step = steps.predict(config);
-    REQUIRE(step);
-    CHECK(step->seconds == Approx(scale * own_seconds(config, 1, by_work)).epsilon(1e-3));
-    CHECK(step->host_exposed_seconds == 0);
-  }
-  const auto base = steps.predict(one.config);
-  const auto recomputed = steps.predict(override_config(measured_config(), {"precision.recompute=block"}, "test"));
-  CHECK(recomputed->seconds > 1.1 * base->seconds);
-}
-
-TEST_CASE("a change to what was not measured has no expected time", "[engine][step model]") {
-  const StepMeasurement one = Written(measurement()).read();
-  const ChangedSteps steps(one, one.config, {}, 1, /*slowest=*/1);
-  CHECK_FALSE(steps.predict(override_config(measured_config(), {"precision.recipe=bf16"}, "test")));
-  const Config other = override_config(measured_config(), {"precision.group_size=32"}, "test");
-  const std::string message = refusal([&] { ChangedSteps(one, other, {}, 1, /*slowest=*/1); });
-  CHECK(message.find("precision.group_size: 16 measured, 32 here") != std::string::npos);
-}
-
-TEST_CASE("copies to host memory slow the work beside them, and are waited for where it is shorter",
-          "[engine][step model]") {
-  json config_json = measured_config();
-  config_json["model"]["num_layers"] = 6;
-  const StepMeasurement one = Written(measurement(by_work, config_json)).read();
-  const Config config = override_config(config_json, {"precision.offload_blocks=2"}, "test");
-  const auto bytes = static_cast<double>(planned_memory(config, 1).host);
-  REQUIRE(bytes > 0);
-  const auto host_seconds = [&](double bandwidth) {
-    const Links links = {.memory_bandwidth = 10 * bytes, .host_bandwidth = bandwidth, .interference = 0.5};
-    const StepPrediction step = ChangedSteps(one, config, links, 1, /*slowest=*/1).predict(config).value();
-    CHECK(step.seconds == Approx(step.compute_seconds + step.host_exposed_seconds));
-    return step.host_exposed_seconds;
-  };
-  const double slowed = 4 * 2 * 0.05;  // micro-batches, out and back
-  CHECK(host_seconds(1e3 * bytes) == Approx(slowed));
-  // In turns slower: beyond forward and then backward a second more of copying is a second more of waiting.
-  CHECK(host_seconds(bytes / 101) - host_seconds(bytes / 100) == Approx(4 * 2 * 1.0));
-  const double forward_waits = host_seconds(bytes / 100) / 4;  // of a micro-batch: 200 less its own work
-  CHECK(forward_waits < 200);
-  CHECK(forward_waits > 200 - 0.9);
-  // Those of the measured step itself are in its time.
-  config_json["precision"]["offload_blocks"] = 2;
-  const StepMeasurement with_copies = Written(measurement(by_work, config_json)).read();
-  const Links links = {.memory_bandwidth = 10 * bytes, .host_bandwidth = bytes / 100, .interference = 0.5};
-  const ChangedSteps steps(with_copies, config, links, 1, /*slowest=*/1);
-  CHECK(steps.predict(config).value().seconds == Approx(with_copies.step_seconds));
-  CHECK(steps.predict(one.config).value().seconds < with_copies.step_seconds);
 }
 
 TEST_CASE("a file that is no measurement is refused", "[engine][step model]") {

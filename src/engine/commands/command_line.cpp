@@ -177,12 +177,8 @@ void add_plan(CLI::App& app, PlanOptions& options) {
       ->type_name("FILE");
   CLI::Option& fit = *command.add_flag(
       "--fit", options.fit,
-      "Print only the cheapest changes with which the run fits, and its command; with --measured, by expected time");
-  command
-      .add_flag("--any-results", options.any_results,
-                "Change number formats and micro-batches, too, wherever that is cheaper; otherwise only "
-                "where changes that keep every bit are not enough")
-      ->needs(&fit);
+      "Print only the cheapest changes with which the run fits, which keep every bit where that is enough, and its "
+      "command");
   command
       .add_option(
           "--host-memory", options.host_memory_gb,
@@ -195,9 +191,9 @@ void add_plan(CLI::App& app, PlanOptions& options) {
   CLI::Option& measured = *command
                                .add_option("--measured", options.measured_path,
                                            "Measurement on one GPU, written by `parka bench CONFIG --json FILE`")
-                               ->type_name("FILE");
+                               ->type_name("FILE")
+                               ->excludes(&fit);
   add_step_model(command, measured, options);
-  command.get_option("--compare")->excludes(&fit);
 }
 
 void add_bench(CLI::App& app, BenchOptions& options) {

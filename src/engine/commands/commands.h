@@ -40,8 +40,7 @@ struct PlanOptions {
   double memory_limit_gb = 80.0;  // 1e9 bytes per GPU
   bool json = false;
   std::string write_path = {};  // of a config with the changes that make it fit; empty: none is written
-  bool fit = false;             // choose the cheapest changes, instead of the plan of the config as it is
-  bool any_results = false;     // likewise, also of those that give other results
+  bool fit = false;             // print the cheapest changes, instead of the plan of the config as it is
   double host_memory_gb = 0;    // likewise, of one host for all its GPUs; 0: this one's, if it has the GPUs
 
   // To predict the time of a step; needs a measurement of one GPU. docs/scaling.md says where the defaults come
@@ -55,9 +54,6 @@ struct PlanOptions {
 };
 int run_plan(const PlanOptions& options);
 int run_fit(const PlanOptions& options);  // with --fit
-// How the options connect GPUs whose memory has so many bytes per second, read and written. Throws Error(kBadInput)
-// unless --nodes divides --gpus.
-Links links_of(const PlanOptions& options, double memory_bandwidth);
 
 // Without data, sets and tasks: what the checkpoint's config evaluates on.
 struct EvalOptions {

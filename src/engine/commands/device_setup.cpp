@@ -180,7 +180,8 @@ void check_memory(const Config& config, const GivenConfig& given, const Device& 
   const int64_t free = device.memory_use().free_bytes, planned = planned_bytes(config, num_gpus);
   if (planned <= free) return;
   // Nothing of NCCL is on the device yet.
-  const std::optional<MemoryAdvice> advice = cheapest_changes(given, num_gpus, free - nccl_bytes(num_gpus));
+  const std::optional<MemoryAdvice> advice =
+      cheapest_changes(given, num_gpus, {.gpu = free - nccl_bytes(num_gpus)});
   throw_bad_input("{}: the run needs {:.2f} GB, but {:.2f} GB are free; {}", device.name(),
                   static_cast<double>(planned) * 1e-9, static_cast<double>(free) * 1e-9,
                   advice ? "it would fit with " + advice->arguments()

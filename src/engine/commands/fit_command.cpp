@@ -8,32 +8,26 @@
 
 #include "core/error.h"
 #include "core/memory/host_memory.h"
-#include "core/tensor.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
 #include "engine/config/config_io.h"
 #include "engine/config/given_keys.h"
 #include "engine/files/shell_word.h"
-#include "engine/planning/changed_step.h"
 #include "engine/planning/gpu_plan.h"
-#include "engine/planning/memory_fit.h"
+#include "engine/planning/memory_advice.h"
+#include "engine/planning/step_measurement.h"
 #include "kernels/device/device.h"
 
 namespace parka {
 namespace {
 
-constexpr int64_t kGpusPerNode = 8;
-
-int64_t gpus_of_node(const PlanOptions& options) {
-  const int64_t per_node = options.nodes > 0 ? options.num_gpus / options.nodes : kGpusPerNode;
-  return std::clamp<int64_t>(per_node, 1, options.num_gpus);
-}
+int64_t gpus_of_host(int64_t num_gpus) { return std::min<int64_t>(kGpusPerNode, num_gpus); }
 
 // Of the plan, for each GPU.
-MemoryBytes limit_of(const PlanOptions& options) {
-  const int64_t gpus = gpus_of_node(options);
+MemoryBytes limit_of(const PlanOptions& options, int64_t num_gpus) {
+  const int64_t gpus = gpus_of_host(num_gpus);
   MemoryBytes limit;
-  limit.gpu = static_cast<int64_t>(options.memory_limit_gb * 1e9) - context_bytes(options.num_gpus);
+  limit.gpu = static_cast<int64_t>(options.memory_limit_gb * 1e9) - context_bytes(num_gpus);
   std::optional<int64_t> host;
   if (options.host_memory_gb > 0) host = static_cast<int64_t>(options.host_memory_gb * 1e9);
   if (options.host_memory_gb == 0 && num_cuda_devices() >= gpus) host = available_host_bytes();
@@ -46,15 +40,13 @@ struct Fit {
   MemoryAdvice advice;
   GpuPlan plan;  // with the changes
   Config config;
-  bool saves_beside_training = true;     // there is host memory for that
-  std::optional<StepPrediction> step;    // where a measurement tells
-  double tokens_per_second_per_gpu = 0;  // likewise
+  bool saves_beside_training = true;  // there is host memory for that
   std::string command;
 };
 
 std::string train_command(const PlanOptions& options, const MemoryAdvice& advice) {
   // Beyond one host, ranks are started on all of them (docs/cluster.md).
-  const bool one_host = options.num_gpus <= gpus_of_node(options);
+  const bool one_host = options.num_gpus <= kGpusPerNode;
   std::string command =
       one_host ? "parka train " : fmt::format("scripts/launch.sh -np {} -- parka train ", options.num_gpus);
   command += shell_word(options.write_path.empty() ? options.config_path : options.write_path);
@@ -66,12 +58,7 @@ std::string train_command(const PlanOptions& options, const MemoryAdvice& advice
 
 [[noreturn]] void throw_nothing_fits(const PlanOptions& options, const GivenConfig& given,
                                      const MemoryBytes& limit) {
-  const auto limit_on = [&](int64_t gpus) {
-    PlanOptions more = options;
-    more.num_gpus = gpus;
-    if (options.nodes > 0) more.nodes = ceil_div(gpus, gpus_of_node(options));  // hosts of as many as now
-    return limit_of(more);
-  };
+  const auto limit_on = [&](int64_t gpus) { return limit_of(options, gpus); };
   const std::optional<MemoryAdvice> more = fewest_gpus(given, options.num_gpus, limit_on, MoreGpus::kWithChanges);
   const std::string host =
       limit.host == MemoryBytes::kUnlimited
@@ -89,33 +76,16 @@ Fit find_fit(const PlanOptions& options) {
   require_whole_micro_batches(as_given, options.num_gpus);
   if (as_given.device.kind != DeviceChoice::kCpu) check_head_dims(as_given, DeviceKind::kCuda);
   const GivenConfig given = GivenConfig::read(options.config_path, options.overrides);
-  FitRequest request{.config = given, .num_gpus = options.num_gpus, .limit = limit_of(options)};
-  request.any_results = options.any_results;
-  std::optional<StepMeasurement> one;
-  std::optional<ChangedSteps> steps;
-  if (!options.measured_path.empty()) {
-    one = read_step_measurement(options.measured_path);
-    steps.emplace(*one, as_given, links_of(options, one->copy_bandwidth), options.num_gpus,
-                  1 + 0.01 * options.slowest_gpu);
-    request.seconds = [&](const Config& changed) -> std::optional<double> {
-      const std::optional<StepPrediction> step = steps->predict(changed);
-      return step ? std::optional(step->seconds) : std::nullopt;
-    };
-  }
-  std::optional<MemoryAdvice> advice = cheapest_fit(request);
-  if (!advice) throw_nothing_fits(options, given, request.limit);
+  const MemoryBytes limit = limit_of(options, options.num_gpus);
+  std::optional<MemoryAdvice> advice =
+      cheapest_changes(given, options.num_gpus, limit, ChangeOrder::kSameBitsFirst);
+  if (!advice) throw_nothing_fits(options, given, limit);
 
   Fit fit;
   fit.advice = std::move(*advice);
   fit.config = given.with(fit.advice.overrides());
   fit.plan = plan_for_gpus(fit.config, options.num_gpus);
-  fit.saves_beside_training = fit.advice.planned.host <= request.limit.host - fit.plan.staging_bytes;
-  if (steps) fit.step = steps->predict(fit.config);
-  if (fit.step) {
-    const TrainingConfig& training = fit.config.training;
-    const auto tokens = static_cast<double>(training.global_batch_size * fit.config.data.sequence_length);
-    fit.tokens_per_second_per_gpu = tokens / fit.step->seconds / static_cast<double>(options.num_gpus);
-  }
+  fit.saves_beside_training = fit.advice.planned.host <= limit.host - fit.plan.staging_bytes;
   fit.command = train_command(options, fit.advice);
   return fit;
 }
@@ -159,12 +129,6 @@ void print_fit(const Fit& fit, const PlanOptions& options) {
   if (!fit.saves_beside_training)
     fmt::print("Training waits for saves: they would need {:.3f} GB of host memory more.\n",
                gigabytes(fit.plan.staging_bytes));
-  if (fit.step) {
-    fmt::print("{:<24} {:9.0f} tok/s per GPU, {:.0f} in total\n", "expected speed", fit.tokens_per_second_per_gpu,
-               fit.tokens_per_second_per_gpu * static_cast<double>(options.num_gpus));
-  } else if (!options.measured_path.empty()) {
-    fmt::print("{:<24} unknown: {} has not these number formats\n", "expected speed", options.measured_path);
-  }
   fmt::print("{}\n", fit.command);
 }
 
@@ -181,38 +145,10 @@ void print_fit_json(const Fit& fit, const PlanOptions& options) {
                                  {"host_bytes", fit.advice.planned.host},
                                  {"staging_bytes", fit.saves_beside_training ? fit.plan.staging_bytes : 0},
                                  {"command", fit.command}};
-  if (fit.step) {
-    json["step"] = {{"seconds", fit.step->seconds},
-                    {"host_exposed_seconds", fit.step->host_exposed_seconds},
-                    {"tokens_per_second_per_gpu", fit.tokens_per_second_per_gpu},
-                    {"tokens_per_second", fit.tokens_per_second_per_gpu * static_cast<double>(options.num_gpus)}};
-  }
   std::printf("%s\n", json.dump(2).c_str());
 }
 
 }  // namespace
-
-Links links_of(const PlanOptions& options, double memory_bandwidth) {
-  Links links;
-  links.nodes = options.nodes > 0 ? options.nodes : ceil_div(options.num_gpus, kGpusPerNode);
-  if (options.nodes <= 0 && options.num_gpus > kGpusPerNode && options.num_gpus % kGpusPerNode != 0) {
-    throw_bad_input("command line: --gpus {} is no number of whole nodes of {} GPUs; give --nodes",
-                    options.num_gpus, kGpusPerNode);
-  }
-  if (options.num_gpus % links.nodes != 0) {
-    throw_bad_input("command line: --gpus {} is not a multiple of --nodes {}; change one of them", options.num_gpus,
-                    links.nodes);
-  }
-  links.link_bandwidth = 1e9 * options.link_bandwidth;
-  links.network_bandwidth = 1e9 * options.network_bandwidth;
-  links.start_latency = 1e-6 * options.start_latency;
-  links.link_latency = 1e-6 * options.link_latency;
-  links.network_latency = 1e-6 * options.network_latency;
-  links.interference = options.interference;
-  links.memory_bandwidth = memory_bandwidth;
-  links.host_bandwidth = 1e9 * options.host_bandwidth;
-  return links;
-}
 
 int run_fit(const PlanOptions& options) {
   require_config_writable(options.write_path, options.config_path);

@@ -4,6 +4,8 @@
 
 #include <nlohmann/json.hpp>
 
+#include "core/error.h"
+#include "core/tensor.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
 #include "engine/config/config_io.h"
@@ -78,7 +80,7 @@ Advice advice_for(const PlanOptions& options) {
   const auto gpu_bytes = static_cast<int64_t>(options.memory_limit_gb * 1e9);
   Advice advice;
   const auto limit_on = [&](int64_t gpus) { return MemoryBytes{.gpu = gpu_bytes - context_bytes(gpus)}; };
-  advice.here = cheapest_changes(given, options.num_gpus, limit_on(options.num_gpus).gpu);
+  advice.here = cheapest_changes(given, options.num_gpus, limit_on(options.num_gpus));
   advice.more_gpus =
       fewest_gpus(given, options.num_gpus, limit_on, advice.here ? MoreGpus::kWithStages : MoreGpus::kWithChanges);
   return advice;
@@ -138,6 +140,29 @@ struct StepPlan {
   double efficiency() const { return tokens_per_second_per_gpu() / one.tokens_per_second_per_gpu(); }
   double error() const { return prediction.seconds / measured->step_seconds - 1; }
 };
+
+// For GPUs whose memory has so many bytes per second, read and written.
+Links links_of(const PlanOptions& options, double memory_bandwidth) {
+  Links links;
+  links.nodes = options.nodes > 0 ? options.nodes : ceil_div(options.num_gpus, kGpusPerNode);
+  if (options.nodes <= 0 && options.num_gpus > kGpusPerNode && options.num_gpus % kGpusPerNode != 0) {
+    throw_bad_input("command line: --gpus {} is no number of whole nodes of {} GPUs; give --nodes",
+                    options.num_gpus, kGpusPerNode);
+  }
+  if (options.num_gpus % links.nodes != 0) {
+    throw_bad_input("command line: --gpus {} is not a multiple of --nodes {}; change one of them", options.num_gpus,
+                    links.nodes);
+  }
+  links.link_bandwidth = 1e9 * options.link_bandwidth;
+  links.network_bandwidth = 1e9 * options.network_bandwidth;
+  links.start_latency = 1e-6 * options.start_latency;
+  links.link_latency = 1e-6 * options.link_latency;
+  links.network_latency = 1e-6 * options.network_latency;
+  links.interference = options.interference;
+  links.memory_bandwidth = memory_bandwidth;
+  links.host_bandwidth = 1e9 * options.host_bandwidth;
+  return links;
+}
 
 StepPlan plan_step(const Config& config, const PlanOptions& options) {
   require_whole_micro_batches(config, options.num_gpus);

@@ -119,12 +119,6 @@ constexpr std::string_view kNoSpeed[] = {"model.norm_eps",
 constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies",    "precision.weight_copies_blocks",
                                             "precision.offload_weights",  "optimizer.offload",
                                             "training.global_batch_size", "distributed."};
-// Those of kSpeed that a plan changes to save memory.
-constexpr std::string_view kChangedSpeed[] = {
-    "precision.save_norm_output",  "precision.save_product",    "precision.recompute",
-    "precision.offload_blocks",    "optimizer.master",          "optimizer.gradient",
-    "optimizer.release_gradients", "training.micro_batch_size",
-};
 
 template <size_t N>
 bool is_listed(const std::string& path, const std::string_view (&list)[N]) {
@@ -283,8 +277,7 @@ std::vector<std::string> speed_differences(const Config& measured, const Config&
   for (size_t i = 0; i < one.fields.size(); ++i) {
     const std::string& path = one.fields[i].path;
     const bool of_run = is_listed(path, kSpeedOfRun);
-    const bool may_change = speed == SpeedOf::kBeforeChanges && is_listed(path, kChangedSpeed);
-    const bool of_one = is_listed(path, kSpeed) && !is_listed(path, kNoSpeed) && !may_change;
+    const bool of_one = is_listed(path, kSpeed) && !is_listed(path, kNoSpeed);
     const bool counts = of_run ? speed == SpeedOf::kRun : of_one;
     const auto old_value = get_field(one.fields[i]), new_value = get_field(other.fields[i]);
     const bool is_open = path == "device.gemm_tuning" &&

@@ -9,6 +9,9 @@
 
 namespace parka {
 
+// Of a node, where nothing else is said.
+inline constexpr int64_t kGpusPerNode = 8;
+
 // What the CUDA context, the kernels' code and cuBLASLt take of a GPU beside the plan, in bytes: measured on an
 // H200 with CUDA 13.0 (docs/results/memory.md), 0.293 and 0.302 GB for models of 1 and 7 billion parameters.
 // NCCL 2.28 took 0.94 to 1.27 GB more on two and four of them, and 0.268 GB are the stacks it needs.

@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "engine/config/given_keys.h"
+#include "engine/planning/gpu_plan.h"
 #include "engine/planning/memory_changes.h"
 
 namespace parka {
@@ -19,10 +21,15 @@ struct MemoryAdvice {
   std::string arguments() const { return arguments_of(changes); }
 };
 
-// The cheapest changes with which a run on `num_gpus` GPUs plans at most `limit_bytes` on each: a fixed list of
-// changes is made from the cheapest on until the run fits, and then taken back from the dearest on as far as it
-// still does. So it does not fit without any one of them. nullopt where even all of them are not enough.
-std::optional<MemoryAdvice> cheapest_changes(const GivenConfig& config, int64_t num_gpus, int64_t limit_bytes);
+// In which order changes are made: that of memory_changes(), or in this order those with the same bits, those of
+// sums, and then the others.
+enum class ChangeOrder : uint8_t { kCheapest, kSameBitsFirst };
+
+// The cheapest changes with which a run on `num_gpus` GPUs plans at most `limit` on each: a fixed list of changes
+// is made from the first on until the run fits, and then taken back from the last on as far as it still does. So it
+// does not fit without any one of them. nullopt where no more changes save memory and it still does not fit.
+std::optional<MemoryAdvice> cheapest_changes(const GivenConfig& config, int64_t num_gpus, const MemoryBytes& limit,
+                                             ChangeOrder order = ChangeOrder::kCheapest);
 
 enum class MoreGpus : uint8_t { kWithStages, kWithChanges };
 
