@@ -48,10 +48,8 @@ Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool d
       table_(with_linear_weights_in(
           use == Use::kTraining && precision.offload_weights ? MemoryPlace::kHost : MemoryPlace::kDevice,
           make_parameter_table(config, decay_embeddings, rules))),
-      weights_(
-          table_, Formats(precision),
-          {kept_copies(precision, zero, rules.base), precision.weight_copies_blocks, table_.first_backward_unit()},
-          use == Use::kInference ? WeightUse::kForward : training_use(precision), zero, plan) {
+      weights_(table_, Formats(precision), {kept_copies(precision, zero, rules.base), table_.first_backward_unit()},
+               use == Use::kInference ? WeightUse::kForward : training_use(precision), zero, plan) {
   rotations_ = declare_rotations<RotaryIds>(config, shape.whole_length(), "", plan);
   if (table_.side.exists()) {
     side_rotations_ =

@@ -204,7 +204,6 @@ struct PrecisionConfig {
   bool save_silu = false;
   bool save_product = true;
   WeightCopies weight_copies = WeightCopies::kAuto;
-  int64_t weight_copies_blocks = 0;
   bool fast_weight_gradient = false;
   Recompute recompute = Recompute::kNone;
   int64_t offload_blocks = 0;
@@ -264,11 +263,6 @@ struct PrecisionConfig {
         "head has both or none. With ZeRO stage 3 a rank keeps copies of its own shards, which are gathered on use; "
         "transposed ones only if all shards are whole rows and recompute is none. auto: rows where ZeRO stage 3 "
         "shards the weights over several GPUs, or where finetune.base = fp8 goes with gemm = fp8_tensor, else both");
-    visit(
-        "weight_copies_blocks", weight_copies_blocks,
-        "Blocks, from the first on, of which the copies of weight_copies are kept; of those behind one copy less: "
-        "rows where it is both, none where it is rows (same bits). 0: the copies of all blocks",
-        IntegerRange{0, kMaxDimension});
     visit(
         "fast_weight_gradient", fast_weight_gradient,
         "fp8_tensor on a GPU: weight gradients, sums over all tokens of the micro-batch, are added up in the tensor "

@@ -23,15 +23,11 @@ WeightCopies kept_copies(const PrecisionConfig& precision, const Zero& zero, Bas
 // Which FP8 copies are kept for a whole optimizer step, by unit of the parameter table.
 struct KeptCopies {
   WeightCopies copies;          // kept_copies()
-  int64_t num_blocks = 0;       // precision.weight_copies_blocks
   int first_backward_unit = 0;  // no input gradients are computed below it
 
-  WeightCopies of_unit(int unit) const { return of_unit(unit, unit >= first_backward_unit); }
-  WeightCopies of_unit(int unit, bool has_input_gradient) const {
-    const bool is_listed = num_blocks == 0 || unit <= num_blocks;  // unit 1 is the first block
-    if (is_listed && has_input_gradient) return copies;
-    if (copies == WeightCopies::kBoth) return WeightCopies::kRows;
-    return is_listed ? copies : WeightCopies::kNone;
+  WeightCopies of_unit(int unit) const { return with(unit >= first_backward_unit); }
+  WeightCopies with(bool has_input_gradient) const {
+    return copies == WeightCopies::kBoth && !has_input_gradient ? WeightCopies::kRows : copies;
   }
   // All or none: where memory is saved a micro-batch quantizes the one head anew, in the workspace of blocks.
   WeightCopies of_head() const { return copies == WeightCopies::kBoth ? copies : WeightCopies::kNone; }
@@ -184,7 +180,7 @@ class ModelWeights {
   bool is_4bit_coded(size_t i) const { return is_4bit(parameters_[i].base); }
   WeightCopies copies_of(size_t i) const {
     if (is_fp8_head(i)) return copies_kept_.of_head();
-    return copies_kept_.of_unit(parameters_[i].unit, has_input_gradient(i));
+    return copies_kept_.with(has_input_gradient(i));
   }
   // Of whole weights.
   bool keeps_rows(size_t i) const {

@@ -105,6 +105,7 @@ TEST_CASE("a removed key is ignored with the value that is meant always, and ref
       {"precision.fast_forward", "true", "false"},
       {"precision.fast_input_gradient", "true", "false"},
       {"precision.forward_format", R"("e4m3")", R"("e5m2")"},
+      {"precision.weight_copies_blocks", "0", "2"},
   };
   for (const auto& [key, value, other] : keys) {
     CAPTURE(key);
@@ -251,7 +252,6 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"save_silu", row.save_silu},
                                  {"save_product", row.save_product},
                                  {"weight_copies", "auto"},
-                                 {"weight_copies_blocks", 0},
                                  {"fast_weight_gradient", false},
                                  {"recompute", "none"},
                                  {"offload_blocks", 0},

@@ -204,13 +204,6 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
          c.precision.tower = Storage::kFp8;
        },
        "precision.tower = fp8 needs a tower"},
-      {[](Config& c) { c.precision.weight_copies_blocks = 3; },
-       "precision.weight_copies_blocks = 3 is more than model.num_layers = 2"},
-      {[](Config& c) {
-         c.precision.weight_copies = WeightCopies::kNone;
-         c.precision.weight_copies_blocks = 2;
-       },
-       "precision.weight_copies_blocks = 2 has no copies to keep with weight_copies = none"},
       {[](Config& c) { c.precision.compute = DType::kF32; },
        "precision.compute = fp32 needs optimizer.master = none, not fp32"},
       {[](Config& c) { c.optimizer.master = MasterForm::kNone; },

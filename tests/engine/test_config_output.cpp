@@ -75,7 +75,6 @@ TEST_CASE("the hash covers what decides the numbers and nothing else", "[engine]
   same.optimizer.exp_avg_format = DType::kE5M2;  // unused with states = fp32
   same.precision.sampled_amax = true;            // unused with gemm = compute
   same.precision.weight_copies = WeightCopies::kBoth;
-  same.precision.weight_copies_blocks = 3;
   same.precision.recompute = Recompute::kBlock;
   same.precision.offload_blocks = 14;
   same.precision.save_product = false;

@@ -96,6 +96,21 @@ TEST_CASE("keys that a run's version did not have are as it computed, not as tod
   CHECK((precision_of({"head", "sampled_amax"}, {"precision.head=fp8", "precision.sampled_amax=true"}) == today));
 }
 
+TEST_CASE(
+    "a removed key without effect on bits is left out of a checkpoint's config, and another is refused by name",
+    "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  json state = state_of_a_run();
+  state["config"]["precision"] = {{"weight_copies_blocks", 3}, {"attention_output", "compute"}};
+  CHECK(config_of(saved(folder, state)).precision == PrecisionConfig{});
+  const std::string message = refusal(
+      [](json& changed) {
+        changed["config"]["precision"] = {{"attention_output", "fp8"}};
+      },
+      [](const LoadedCheckpoint& checkpoint) { config_of(checkpoint); });
+  CHECK(message.find("precision.attention_output") != std::string::npos);
+}
+
 TEST_CASE("recent steps of a run are read back, or refused", "[engine][checkpoint]") {
   const TemporaryFolder folder;
   json state = state_of_a_run();

@@ -271,8 +271,6 @@ TEST_CASE("a measurement of another config or of several GPUs is refused", "[eng
       {[](Config& c) { c.training.global_batch_size = 16; }, "", true},
       {[](Config& c) { c.distributed.zero_stage = 2; }, "", true},
       {[](Config& c) { c.precision.weight_copies = WeightCopies::kRows; }, "", true},
-      {[](Config& c) { c.precision.weight_copies_blocks = 1; }, "", true},
-      {[](Config& c) { c.precision.weight_copies_blocks = c.model.num_layers; }, "", false},  // as 0
       {[](Config& c) { c.precision.weight_copies = WeightCopies::kBoth; }, "", false},  // what `auto` stands for
       {[](Config& c) { c.distributed.shard_size = 1; }, "", true},
       {[](Config& c) { c.optimizer.lr = 1; }, "", false},

@@ -241,12 +241,7 @@ TEST_CASE("what is divided over ranks does not change a bit, once states are", "
   }
 }
 
-// Values of precision.weight_copies and weight_copies_blocks.
-const std::vector<std::pair<WeightCopies, int64_t>> kKeptCopies = {{WeightCopies::kRows, 0},
-                                                                   {WeightCopies::kBoth, 0},
-                                                                   {WeightCopies::kNone, 0},
-                                                                   {WeightCopies::kRows, 2},
-                                                                   {WeightCopies::kBoth, 2}};
+constexpr WeightCopies kKeptCopies[] = {WeightCopies::kRows, WeightCopies::kBoth, WeightCopies::kNone};
 
 TEST_CASE("which copies of FP8 weights are kept does not change a bit of stage 3", "[engine][zero][slow]") {
   for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
@@ -256,14 +251,13 @@ TEST_CASE("which copies of FP8 weights are kept does not change a bit of stage 3
     config.precision.recompute = recompute;
     if (recompute == Recompute::kNone) config.precision.head = Storage::kFp8;
     std::vector<Outcome> outcomes;
-    for (const auto& [copies, blocks] : kKeptCopies) {
+    for (const WeightCopies copies : kKeptCopies) {
       config.precision.weight_copies = copies;
-      config.precision.weight_copies_blocks = blocks;
       // Four micro-batches a step on each rank, and evaluations between steps.
       outcomes.push_back(train(config, 2, [](TrainingRun& run, int step) {
         if (step % 2 == 1) run.evaluate(run.data());
       }));
-      CAPTURE(name_of(recompute), name_of(copies), blocks);
+      CAPTURE(name_of(recompute), name_of(copies));
       check_same(outcomes.back(), outcomes[0]);
     }
   }
@@ -309,46 +303,6 @@ TEST_CASE("which copies `auto` keeps: both, but of divided weights rows", "[engi
       CHECK(plan_of(stage, ranks, WeightCopies::kAuto) == (divided ? rows : both));
     }
   }
-}
-
-TEST_CASE("each block of which copies are kept takes as much memory as any other", "[engine][zero]") {
-  const TemporaryFolder folder;
-  for (const auto& [stage, ranks] : {std::pair(0, 1), {2, 2}, {3, 2}}) {
-    const auto kept_bytes = [&](WeightCopies copies, int64_t blocks) {
-      Config config = config_for(folder, "parka", stage);
-      config.precision.head = Storage::kCompute;  // whose copies do not depend on the number of blocks
-      config.precision.weight_copies = copies;
-      config.precision.weight_copies_blocks = blocks;
-      const DeclaredRun run(config, DeviceKind::kCpu, zero_of(config, 0, ranks));
-      for (const auto& total : run.plan.summary()) {
-        if (total.category == "fp8 weights") return total.bytes;
-      }
-      return int64_t{0};
-    };
-    CAPTURE(stage, ranks);
-    const int64_t both = kept_bytes(WeightCopies::kBoth, 0), rows = kept_bytes(WeightCopies::kRows, 0),
-                  none = kept_bytes(WeightCopies::kNone, 0);
-    CHECK((both > rows && rows > none));
-    for (const int64_t blocks : {1, 2, 3}) {
-      CHECK(kept_bytes(WeightCopies::kBoth, blocks) == rows + blocks * (both - rows) / 3);
-      CHECK(kept_bytes(WeightCopies::kRows, blocks) == none + blocks * (rows - none) / 3);
-    }
-  }
-}
-
-TEST_CASE("undivided weights in host memory need copies of all blocks or of none", "[engine][zero][offload]") {
-  const TemporaryFolder folder;
-  Config config = config_for(folder, "parka", 3);
-  config.optimizer.offload = config.precision.offload_weights = true;
-  config.precision.weight_copies = WeightCopies::kRows;
-  CHECK_NOTHROW(zero_of(config, 0, 1));
-  config.precision.weight_copies_blocks = 1;
-  CHECK_NOTHROW(zero_of(config, 0, 2));
-  CHECK_THROWS_AS(zero_of(config, 0, 1), Error);
-  config.distributed.zero_stage = 2;
-  CHECK_THROWS_AS(zero_of(config, 0, 2), Error);
-  config.precision.weight_copies = WeightCopies::kBoth;
-  CHECK_NOTHROW(zero_of(config, 0, 2));
 }
 
 TEST_CASE("transposed codes are gathered where forward is not run again and pieces are whole rows",
@@ -515,14 +469,13 @@ TEST_CASE("FP8 copies are of the weights as they are, whatever has changed these
     int count;
     int64_t shard_size;
   };
-  for (const auto& [copies, blocks] : kKeptCopies) {
+  for (const WeightCopies copies : kKeptCopies) {
     for (int64_t stage = 0; stage <= 3; ++stage) {
       for (const Ranks& ranks : {Ranks{1, 0}, Ranks{2, 0}, Ranks{4, 2}}) {
-        CAPTURE(name_of(copies), blocks, stage, ranks.count);
+        CAPTURE(name_of(copies), stage, ranks.count);
         const TemporaryFolder folder;
         Config config = config_for(folder, "parka", stage);
         config.precision.weight_copies = copies;
-        config.precision.weight_copies_blocks = blocks;
         config.distributed.shard_size = stage == 0 ? 0 : ranks.shard_size;
         config.training.non_finite = NonFinitePolicy::kSkip;
         CopyCheck copy_check;
@@ -533,8 +486,7 @@ TEST_CASE("FP8 copies are of the weights as they are, whatever has changed these
             const auto device = make_cpu_device();
             TrainingRun run(config, *device, communicator);
             for (int block = 1; block <= 3; ++block) {
-              const bool gathers_transposed = ranks.count > 1 && stage == 3 && copies == WeightCopies::kBoth &&
-                                              (blocks == 0 || block <= blocks);
+              const bool gathers_transposed = ranks.count > 1 && stage == 3 && copies == WeightCopies::kBoth;
               num_unexpected += run.model().weights().has_pieces_for_backward(block) != gathers_transposed;
             }
             body(run, communicator, [&](bool as_expected) {

@@ -93,6 +93,14 @@ json without_unused_keys(json config) {
   return config;
 }
 
+// Keys of earlier versions whose values all meant the same bits, which configs may not give any more.
+json without_removed_keys(json config) {
+  if (config.is_object() && config.contains("precision") && config["precision"].is_object()) {
+    config["precision"].erase("weight_copies_blocks");
+  }
+  return config;
+}
+
 // Keys of precision that a run's version did not have yet, as it computed: without them. Recipes may set them by
 // now.
 json with_values_of_its_version(json config) {
@@ -106,7 +114,8 @@ json with_values_of_its_version(json config) {
 }
 
 json saved_config(const LoadedCheckpoint& checkpoint) {
-  return with_values_of_its_version(without_unused_keys(member(checkpoint, checkpoint.state(), "config")));
+  json config = without_removed_keys(member(checkpoint, checkpoint.state(), "config"));
+  return with_values_of_its_version(without_unused_keys(std::move(config)));
 }
 
 }  // namespace

@@ -20,7 +20,6 @@ constexpr std::string_view kNotHashed[] = {
     "precision.save_norm_output",
     "precision.save_product",
     "precision.weight_copies",
-    "precision.weight_copies_blocks",
     "precision.recompute",
     "precision.offload_blocks",
     "precision.offload_weights",
@@ -116,9 +115,8 @@ constexpr std::string_view kNoSpeed[] = {"model.norm_eps",
                                          "model.vision.image_token",
                                          "model.vision.column_major"};
 // ... and what beside them decides how long a run of several takes for a step.
-constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies",    "precision.weight_copies_blocks",
-                                            "precision.offload_weights",  "optimizer.offload",
-                                            "training.global_batch_size", "distributed."};
+constexpr std::string_view kSpeedOfRun[] = {"precision.weight_copies", "precision.offload_weights",
+                                            "optimizer.offload", "training.global_batch_size", "distributed."};
 
 template <size_t N>
 bool is_listed(const std::string& path, const std::string_view (&list)[N]) {
@@ -191,7 +189,6 @@ Config canonical(const Config& config) {
   // As on several GPUs: one has nothing to divide.
   c.precision.weight_copies = kept_copies(c.precision, make_zero(c.distributed.zero_stage, 0, 2), c.finetune.base);
   c.precision.sampled_amax = Formats(c.precision).samples_gradient_amax;
-  if (c.precision.weight_copies_blocks == c.model.num_layers) c.precision.weight_copies_blocks = 0;
   for (std::string& file : c.data.train) file = std::filesystem::path(file).filename().string();
   if (!c.data.weights.empty()) c.data.weights = Mixture(c.data.weights).parts();
   if (c.device.gemm_tuning_is_off()) c.device.gemm_tuning = "off";

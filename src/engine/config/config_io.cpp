@@ -34,6 +34,7 @@ constexpr RemovedKey kRemovedKeys[] = {
     {"precision.fast_forward", "true"},
     {"precision.fast_input_gradient", "true"},
     {"precision.forward_format", R"("e4m3")"},
+    {"precision.weight_copies_blocks", "0"},
 };
 
 const RemovedKey* find_removed(std::string_view path) {

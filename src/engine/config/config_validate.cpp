@@ -313,16 +313,6 @@ void check_kept_activations(const ModelConfig& m, const PrecisionConfig& p) {
         "device; make it smaller",
         p.offload_blocks, most, m.num_layers, ActivationOffload::kBuffers);
   }
-  if (p.weight_copies_blocks > m.num_layers) {
-    throw_bad_input("precision.weight_copies_blocks = {} is more than model.num_layers = {}; make it smaller",
-                    p.weight_copies_blocks, m.num_layers);
-  }
-  if (p.weight_copies_blocks > 0 && p.weight_copies == WeightCopies::kNone) {
-    throw_bad_input(
-        "precision.weight_copies_blocks = {} has no copies to keep with weight_copies = none; set that to rows or "
-        "both, or weight_copies_blocks = 0",
-        p.weight_copies_blocks);
-  }
 }
 
 void check_compute(const PrecisionConfig& p, const OptimizerConfig& o) {

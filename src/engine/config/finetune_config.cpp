@@ -39,11 +39,10 @@ void check_base(const Config& c) {
         "finetune.base = fp8 has no weights but the copies that precision.weight_copies = none leaves out; use rows or "
         "both");
   }
-  const bool keeps_both = c.precision.weight_copies != WeightCopies::kRows && c.precision.weight_copies_blocks == 0;
-  if (c.precision.gemm == GemmPrecision::kFp8Block && !keeps_both) {
+  if (c.precision.gemm == GemmPrecision::kFp8Block && c.precision.weight_copies == WeightCopies::kRows) {
     throw_bad_input(
         "finetune.base = fp8 with precision.gemm = fp8_block cannot transpose codes on use: set "
-        "precision.weight_copies = both and weight_copies_blocks = 0");
+        "precision.weight_copies = both");
   }
   if (c.telemetry.interval > 0) {
     throw_bad_input(

@@ -29,14 +29,6 @@ void require_context_groups(const Config& config, int64_t num_ranks) {
       shared_by, num_ranks, num_ranks == 1 ? "" : "s");
 }
 
-// Of undivided weights in host memory GEMMs read the copies of all blocks, or those of none are made from buffers.
-void require_copies_of_all_blocks(const PrecisionConfig& precision) {
-  if (precision.weight_copies != WeightCopies::kRows || precision.weight_copies_blocks == 0) return;
-  throw_bad_input(
-      "precision.offload_weights = true needs FP8 copies of all blocks on the GPU or of none, unless ranks have "
-      "divided the weights (ZeRO stage 3); use precision.weight_copies_blocks = 0, or weight_copies = both");
-}
-
 }  // namespace
 
 Zero zero_of(const Config& config, int64_t rank, int64_t size) {
@@ -57,10 +49,6 @@ Zero zero_of(const Config& config, int64_t rank, int64_t size) {
         "finetune.base = {} keeps all codes on every rank, and distributed.zero_stage = 3 divides weights; use "
         "zero_stage = 2, or base = compute",
         name_of(config.finetune.base));
-  }
-  const bool fp8 = config.precision.gemm != GemmPrecision::kCompute;
-  if (config.precision.offload_weights && fp8 && !zero.shards_weights()) {
-    require_copies_of_all_blocks(config.precision);
   }
   return zero;
 }

@@ -14,8 +14,7 @@
 namespace parka {
 
 // What a rank of a run of `size` holds. Throws Error(kBadInput) where distributed.shard_size or context_parallel,
-// released gradients, or weights in host memory with FP8 copies of only some blocks do not go with that number of
-// ranks.
+// or released gradients do not go with that number of ranks.
 Zero zero_of(const Config& config, int64_t rank, int64_t size);
 
 // Model and optimizer of a config with all their tensors declared; nothing is allocated. What `parka plan` prints
