@@ -45,9 +45,8 @@ struct Shard {
 
 // What ZeRO divides over the ranks of a run; each rank holds the rest whole.
 struct Zero {
-  int64_t stage = 0;            // 0: nothing; 1: masters and moments; 2: and gradients; 3: and weights
-  Shard shard = {};             // of one rank at stage 0
-  int64_t gathered_blocks = 2;  // blocks whose gathered weights a rank keeps
+  int64_t stage = 0;  // 0: nothing; 1: masters and moments; 2: and gradients; 3: and weights
+  Shard shard = {};   // of one rank at stage 0
 
   bool shards_states() const { return shard.size > 1 && stage >= 1; }
   bool shards_gradients() const { return shard.size > 1 && stage >= 2; }

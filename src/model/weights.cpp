@@ -66,12 +66,7 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
   if (zero_.shards_weights() || fetches_on_use) {
     std::fill(gathered_unit_.begin() + 1, gathered_unit_.end() - 1, true);
   }
-  // More buffers than two are for weights that stay in them from one pass to the next.
-  if (any_stays_gathered()) {
-    num_gather_buffers_ =
-        static_cast<int>(std::max(kLeastGatherBuffers, std::min(zero.gathered_blocks, table.num_blocks)));
-  }
-  buffers_.resize(static_cast<size_t>(num_gather_buffers_));
+  buffers_.resize(kGatherBuffers);
   declare_weights(plan);
   if (!formats_.fp8_gemm) {
     if (has_buffers) declare_gather_buffers(table, plan);
@@ -85,13 +80,6 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
   }
   if (has_buffers) declare_gather_buffers(table, plan);
   declare_workspace(plan);
-}
-
-bool ModelWeights::any_stays_gathered() const {
-  for (int unit = 0; unit < static_cast<int>(gathered_unit_.size()); ++unit) {
-    if (is_gathered_on_use(unit) && !has_pieces_for_backward(unit)) return true;
-  }
-  return false;
 }
 
 void ModelWeights::declare_weights(MemoryPlan& plan) {

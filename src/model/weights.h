@@ -44,8 +44,8 @@ bool gathers_transposed(const ParameterTable& table, const Formats& formats, Wei
 inline int64_t head_copy_rows(int64_t rows) { return ceil_div(rows, 16) * 16; }
 
 // The weights that the model computes with, and their FP8 copies. With ZeRO stage 3 a rank keeps its piece of each
-// block's weights, and buffers for two blocks or Zero::gathered_blocks, into which the pieces of all ranks are
-// gathered where the block is used: FP8 codes where GEMMs read nothing else.
+// block's weights, and buffers for two blocks (kGatherBuffers), into which the pieces of all ranks are gathered
+// where the block is used: FP8 codes where GEMMs read nothing else.
 //
 // Weights of the blocks' linear layers may lie in host memory (ParameterInfo::place): a rank's pieces, or what it
 // keeps whole. Where FP8 copies are kept for a whole step, GEMMs read these alone. Otherwise a block's weights are
@@ -127,10 +127,8 @@ class ModelWeights {
     return gathers_transposed_ && is_gathered_on_use(unit) && copies_kept_.of_unit(unit) == WeightCopies::kBoth;
   }
   // Whether weights of the unit are not kept on the device, but have to be gathered before each use, from other
-  // ranks or from host memory. Units of one buffer use the same memory: those that are num_gather_buffers() apart.
+  // ranks or from host memory. Units of one buffer (gather_buffer_of) use the same memory.
   bool is_gathered_on_use(int unit) const { return gathered_unit_[static_cast<size_t>(unit)]; }
-  int num_gather_buffers() const { return num_gather_buffers_; }
-  size_t gather_buffer_of(int unit) const { return static_cast<size_t>(unit % num_gather_buffers_); }
   // What this rank has of a weight in host memory, whole or its piece, and where on the device it is copied to:
   // both flat.
   struct HostPart {
@@ -195,8 +193,6 @@ class ModelWeights {
   bool keeps_piece_codes(int unit) const {
     return gathers_codes() && is_divided(unit) && copies_kept_.of_unit(unit) != WeightCopies::kNone;
   }
-  // Whether a block's weights are gathered, and in backward read as forward has left them.
-  bool any_stays_gathered() const;
   bool has_changed(size_t i, Changed changed) const { return changed == Changed::kAll || parameters_[i].trainable; }
   bool is_in_host(size_t i) const { return parameters_[i].place == MemoryPlace::kHost; }
   bool is_divided(int unit) const { return zero_.shards_weights() && is_gathered_on_use(unit); }
@@ -231,7 +227,6 @@ class ModelWeights {
   int fp8_head_;             // index of the head's weight if it has FP8 copies, else -1
   bool gathers_transposed_;  // of blocks of which both copies are kept
   bool has_host_parts_;
-  int num_gather_buffers_ = static_cast<int>(kLeastGatherBuffers);
   std::vector<bool> gathered_unit_;  // is_gathered_on_use()
   std::vector<TensorId> plain_ids_;  // of whole weights, or of this rank's pieces
   std::vector<CopyIds> copy_ids_;    // of what is kept; the scale alone of codes that are made where they are used

@@ -85,7 +85,7 @@ TEST_CASE("an unknown key names the nearest one", "[engine][config]") {
        "zqxw: unknown key; the keys are: model precision optimizer data training finetune checkpoint telemetry "
        "evaluation distributed reliability device"},
       {R"({"distributed": {"": 1}})",
-       "distributed.: unknown key; the keys are: zero_stage shard_size gathered_blocks context_parallel"},
+       "distributed.: unknown key; the keys are: zero_stage shard_size context_parallel"},
       {R"({"optimizer.lr": 1})",
        R"("optimizer.lr": a key has no dots; write sections as objects, {"optimizer": {"lr": ...}})"},
       {R"({"model": {"d_modle": 1, "zz": 2}, "x\ny": 1})",
@@ -100,6 +100,7 @@ TEST_CASE("a removed key is ignored with the value that is meant always, and ref
     std::string key, value, other;
   };
   const Removed keys[] = {
+      {"distributed.gathered_blocks", "2", "3"},
       {"precision.attention_output", R"("compute")", R"("fp8")"},
       {"precision.attention_scores", R"("compute")", R"("fp8")"},
       {"precision.fast_forward", "true", "false"},
@@ -164,15 +165,6 @@ TEST_CASE("a value of the wrong type or out of range is refused", "[engine][conf
       {R"({"distributed": {"zero_stage": 4}})", "distributed.zero_stage: 4 is out of range; allowed: 0 to 3"},
       {R"({"distributed": {"shard_size": 8}})",
        "distributed.shard_size = 8 has no meaning with zero_stage = 0, which shards nothing; set it to 0"},
-      {R"({"distributed": {"gathered_blocks": 1}})",
-       "distributed.gathered_blocks: 1 is out of range; allowed: 2 to 10000"},
-      {R"({"distributed": {"gathered_blocks": 3, "zero_stage": 2}})",
-       "distributed.gathered_blocks = 3 has no meaning where no weights are gathered on use; leave it out, or set "
-       "zero_stage = 3, or precision.offload_weights = true without FP8 copies (weight_copies = none)"},
-      {R"({"distributed": {"gathered_blocks": 3}, "precision": {"recipe": "coat", "offload_weights": true},
-           "optimizer": {"offload": true}})",
-       "distributed.gathered_blocks = 3 has no meaning where no weights are gathered on use; leave it out, or set "
-       "zero_stage = 3, or precision.offload_weights = true without FP8 copies (weight_copies = none)"},
       {R"({"distributed": {"context_parallel": 0}})",
        "distributed.context_parallel: 0 is out of range; allowed: 1 to 1024"},
       {R"({"distributed": {"context_parallel": 3}})",

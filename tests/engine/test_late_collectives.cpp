@@ -51,15 +51,12 @@ TEST_CASE("collectives that are late do not change a bit of any stage", "[engine
 TEST_CASE("weights that are gathered late do not change a bit of stage 3", "[engine][zero][late][slow]") {
   for (const WeightCopies copies : {WeightCopies::kRows, WeightCopies::kBoth, WeightCopies::kNone}) {
     for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
-      for (const int64_t gathered : {2, 3}) {
-        CAPTURE(name_of(copies), name_of(recompute), gathered);
-        const TemporaryFolder folder;
-        Config config = five_blocks(folder, "parka", 3);
-        config.precision.weight_copies = copies;
-        config.precision.recompute = recompute;
-        config.distributed.gathered_blocks = gathered;
-        check_late(config, 2);
-      }
+      CAPTURE(name_of(copies), name_of(recompute));
+      const TemporaryFolder folder;
+      Config config = five_blocks(folder, "parka", 3);
+      config.precision.weight_copies = copies;
+      config.precision.recompute = recompute;
+      check_late(config, 2);
     }
   }
 }

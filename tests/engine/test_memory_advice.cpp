@@ -157,37 +157,6 @@ TEST_CASE("a plan proposes no change that a config refuses", "[engine][memory ad
   CHECK(proposed_stage);
 }
 
-TEST_CASE("a plan proposes to gather fewer blocks at a time before what costs more", "[engine][memory advice]") {
-  const json config = shipped_config("llama2-7b-parka", {"distributed.gathered_blocks=32"});
-  const int64_t all = planned_with(config, {}, 2), two = planned_with(config, {"distributed.gathered_blocks=2"}, 2);
-  CHECK(two < all - (int64_t{5} << 30));  // 30 blocks of 200 million weights in FP8
-  const auto advice = cheapest_changes(config, 2, {.gpu = two});
-  REQUIRE(advice);
-  CHECK(advice->overrides() == std::vector<std::string>{"distributed.gathered_blocks=2"});
-}
-
-TEST_CASE("a plan has as many gather buffers as keep weights for another pass", "[engine][memory advice]") {
-  const auto gathered = [](const std::vector<std::string>& overrides, int64_t num_gpus) {
-    const Config config = override_config(shipped_config("llama2-7b-parka"), overrides, "test");
-    const GpuPlan plan = plan_for_gpus(config, num_gpus);
-    const auto line = std::ranges::find(plan.lines, "gathered weights", &GpuPlan::Line::category);
-    return line == plan.lines.end() ? std::pair<int64_t, int64_t>() : std::pair(line->unsharded_bytes, line->bytes);
-  };
-  const std::string eight = "distributed.gathered_blocks=8", both = "precision.weight_copies=both";
-  CHECK(gathered({eight}, 2).second == 4 * gathered({}, 2).second);
-  // Backward gathers other codes over those of forward, unless blocks are run forward again.
-  CHECK(gathered({both, eight}, 2).second == gathered({both}, 2).second);
-  CHECK(gathered({both, eight, "precision.recompute=block"}, 2).second == 4 * gathered({both}, 2).second);
-  // Of one GPU, which gathers from host memory alone.
-  const std::vector<std::string> host = {"optimizer.offload=true", "precision.offload_weights=true",
-                                         "precision.weight_copies=none", "distributed.zero_stage=0"};
-  std::vector<std::string> host_eight = host;
-  host_eight.push_back(eight);
-  CHECK(gathered(host, 1).second > 0);
-  CHECK(gathered(host_eight, 1).second == 4 * gathered(host, 1).second);
-  CHECK(gathered(host_eight, 1).first == gathered(host_eight, 1).second);
-}
-
 TEST_CASE("a plan counts what NCCL takes for groups of GPUs", "[engine][memory advice]") {
   const auto of_groups = [](const std::string& shard_size, const std::string& context, int64_t num_gpus) {
     const Config config = override_config(

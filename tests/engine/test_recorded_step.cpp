@@ -12,6 +12,7 @@
 #include <fmt/format.h>
 #include <sys/resource.h>
 
+#include "core/memory/unit_buffers.h"
 #include "engine/step/declared_run.h"
 #include "engine/step/step_queue.h"
 #include "engine/training/training_run.h"
@@ -221,31 +222,28 @@ TEST_CASE("blocks in gather buffers are gathered again neither in backward nor i
           "[engine][recorded step]") {
   constexpr int64_t kMicroBatches = 4, kBlocks = 6;
   for (const WeightCopies copies : {WeightCopies::kRows, WeightCopies::kBoth}) {
-    for (const int64_t gathered : {2, 3, 5, 6, 8}) {
-      CAPTURE(name_of(copies), gathered);
-      const TemporaryFolder folder;
-      Config config = step_config(folder.path().string(), "parka", 3, true, kMicroBatches, 2);
-      config.model.num_layers = kBlocks;
-      config.precision.weight_copies = copies;
-      config.distributed.gathered_blocks = gathered;
-      check_recording(config, 2);
-      int64_t num_gathers = 0;
-      for (const RecordedStep::Part& part : record_step(config, 2).parts) {
-        for (const RecordedStep::Work& work : part.work) {
-          const auto* collective = std::get_if<RecordedCollective>(&work);
-          if (collective != nullptr && collective->kind == RecordedCollective::Kind::kAllGather) {
-            num_gathers += part.times;
-          }
+    CAPTURE(name_of(copies));
+    const TemporaryFolder folder;
+    Config config = step_config(folder.path().string(), "parka", 3, true, kMicroBatches, 2);
+    config.model.num_layers = kBlocks;
+    config.precision.weight_copies = copies;
+    check_recording(config, 2);
+    int64_t num_gathers = 0;
+    for (const RecordedStep::Part& part : record_step(config, 2).parts) {
+      for (const RecordedStep::Work& work : part.work) {
+        const auto* collective = std::get_if<RecordedCollective>(&work);
+        if (collective != nullptr && collective->kind == RecordedCollective::Kind::kAllGather) {
+          num_gathers += part.times;
         }
       }
-      // Forward of the first micro-batch gathers all blocks, each later pass those that are not in place.
-      // Transposed codes are gathered over those of forward, and take their place.
-      const int64_t others = kBlocks - std::min(gathered, kBlocks), passes = 2 * kMicroBatches;
-      const int64_t of_blocks = copies == WeightCopies::kRows ? kBlocks + (passes - 1) * others : passes * kBlocks;
-      const ParameterTable table = make_parameter_table(config.model, false);
-      const auto units = [&](int unit) { return static_cast<int64_t>(table.unit(unit).size()); };
-      CHECK(num_gathers == of_blocks * units(1) + units(0) + units(table.head_unit()));
     }
+    // Forward of the first micro-batch gathers all blocks, each later pass those that are not in place.
+    // Transposed codes are gathered over those of forward, and take their place.
+    const int64_t others = kBlocks - kGatherBuffers, passes = 2 * kMicroBatches;
+    const int64_t of_blocks = copies == WeightCopies::kRows ? kBlocks + (passes - 1) * others : passes * kBlocks;
+    const ParameterTable table = make_parameter_table(config.model, false);
+    const auto units = [&](int unit) { return static_cast<int64_t>(table.unit(unit).size()); };
+    CHECK(num_gathers == of_blocks * units(1) + units(0) + units(table.head_unit()));
   }
 }
 
@@ -308,7 +306,6 @@ TEST_CASE("steps with weights in host memory are recorded as ranks queue them",
       const TemporaryFolder folder;
       Config config = step_config(folder.path().string(), recipe, stage, true, 3, 2);
       config.optimizer.offload = config.precision.offload_weights = true;
-      config.distributed.gathered_blocks = stage == 3 || recipe == std::string("bf16") ? 3 : 2;
       check_recording(config, 2);
     }
   }
@@ -598,19 +595,15 @@ TEST_CASE(
     config.model.num_layers = 5;
     config.optimizer.offload = config.precision.offload_weights = true;
     config.precision.weight_copies = WeightCopies::kNone;
-    for (const int64_t gathered : {2, 3, 4, 5}) {
-      CAPTURE(gathered);
-      config.distributed.gathered_blocks = gathered;
-      RecordedLoads loads(config);
-      const int64_t d = config.model.d_model, f = config.model.d_ffn;
-      const int64_t block = config.model.d_qkv() * d + d * d + 3 * d * f;
-      const int64_t bytes = block * size_of(config.precision.compute);
-      // Backward begins with the blocks that forward has ended with, and the next forward with backward's last.
-      const auto others = static_cast<size_t>(5 - gathered);
-      CHECK(loads.of_micro_batch({.is_first = true, .is_last = false}) == std::vector(5 + others, bytes));
-      CHECK(loads.of_micro_batch({.is_first = false, .is_last = true}) == std::vector(2 * others, bytes));
-      CHECK(loads.num_exposed() == 0);
-    }
+    RecordedLoads loads(config);
+    const int64_t d = config.model.d_model, f = config.model.d_ffn;
+    const int64_t block = config.model.d_qkv() * d + d * d + 3 * d * f;
+    const int64_t bytes = block * size_of(config.precision.compute);
+    // Backward begins with the blocks that forward has ended with, and the next forward with backward's last.
+    const auto others = static_cast<size_t>(5 - kGatherBuffers);
+    CHECK(loads.of_micro_batch({.is_first = true, .is_last = false}) == std::vector(5 + others, bytes));
+    CHECK(loads.of_micro_batch({.is_first = false, .is_last = true}) == std::vector(2 * others, bytes));
+    CHECK(loads.num_exposed() == 0);
   }
 }
 

@@ -64,9 +64,9 @@ TEST_CASE("the state of a run is read back", "[engine][checkpoint]") {
 TEST_CASE("inference has all weights on its device, whatever the run divided", "[engine][checkpoint]") {
   const TemporaryFolder folder;
   json state = state_of_a_run();
-  const std::vector<std::string> divided = {"precision.recipe=coat",          "model.num_heads=2",
-                                            "distributed.zero_stage=3",       "distributed.gathered_blocks=4",
-                                            "precision.offload_weights=true", "optimizer.offload=true"};
+  const std::vector<std::string> divided = {"precision.recipe=coat", "model.num_heads=2",
+                                            "distributed.zero_stage=3", "precision.offload_weights=true",
+                                            "optimizer.offload=true"};
   state["config"] = to_json(override_config(state["config"], divided, "test"));
   const LoadedCheckpoint checkpoint = saved(folder, state);
   CHECK(config_of(checkpoint).distributed.zero_stage == 3);
@@ -102,6 +102,7 @@ TEST_CASE(
   const TemporaryFolder folder;
   json state = state_of_a_run();
   state["config"]["precision"] = {{"weight_copies_blocks", 3}, {"attention_output", "compute"}};
+  state["config"]["distributed"] = {{"zero_stage", 3}, {"gathered_blocks", 5}};
   CHECK(config_of(saved(folder, state)).precision == PrecisionConfig{});
   const std::string message = refusal(
       [](json& changed) {

@@ -263,28 +263,6 @@ TEST_CASE("which copies of FP8 weights are kept does not change a bit of stage 3
   }
 }
 
-TEST_CASE("how many blocks are gathered at a time does not change a bit of stage 3", "[engine][zero][slow]") {
-  for (const WeightCopies copies : {WeightCopies::kRows, WeightCopies::kBoth, WeightCopies::kNone}) {
-    for (const bool has_frozen : {false, true}) {
-      const TemporaryFolder folder;
-      Config config = config_for(folder, "parka", 3);
-      config.model.num_layers = 5;
-      config.precision.weight_copies = copies;
-      if (copies == WeightCopies::kNone) config.precision.recompute = Recompute::kBlock;
-      if (has_frozen) config.optimizer.frozen = {"embedding", "blocks.[01].*"};
-      std::vector<Outcome> outcomes;
-      for (const int64_t gathered : {2, 3, 4, 5, 9}) {
-        config.distributed.gathered_blocks = gathered;
-        outcomes.push_back(train(config, 2, [](TrainingRun& run, int step) {
-          if (step % 2 == 1) run.evaluate(run.data());
-        }));
-        CAPTURE(name_of(copies), has_frozen, gathered);
-        check_same(outcomes.back(), outcomes[0]);
-      }
-    }
-  }
-}
-
 TEST_CASE("which copies `auto` keeps: both, but of divided weights rows", "[engine][zero]") {
   const TemporaryFolder folder;
   const auto plan_of = [&](int64_t stage, int64_t ranks, WeightCopies copies) {
@@ -399,8 +377,6 @@ TEST_CASE("linear weights in host memory do not change a bit of any stage", "[en
         Config with = config;
         with.precision.weight_copies = copies;
         with.precision.offload_weights = true;
-        const bool keeps_copies = c.recipe == std::string("parka") && copies != WeightCopies::kNone;
-        with.distributed.gathered_blocks = keeps_copies && ranks.stage < 3 ? 2 : 3;
         with.reliability.state_interval = with.reliability.replica_interval = 1;
         // Evaluates before the second step, too.
         const BeforeStep evaluate = [](TrainingRun& run, int step) {

@@ -294,7 +294,7 @@ echo "{{\\"checkpoint\\":\\"$checkpoint\\",\\"loss\\":$loss}}"
     def test_runs_that_divide_weights_are_evaluated_in_bf16(self):
         """ZeRO stage 3, or weights in host memory, leave FP8 codes alone where the run computes."""
         text = self.write_pages()
-        result = run("fork_gap.sh", f"{self.out}/gap", text, "coat", "divided=coat,distributed.zero_stage=3,distributed.gathered_blocks=3",
+        result = run("fork_gap.sh", f"{self.out}/gap", text, "coat", "divided=coat,distributed.zero_stage=3",
                      "host=coat,optimizer.offload=true,precision.offload_weights=true", PYTHON=sys.executable, TOKENS="10240", AT="8",
                      BATCH="4", LENGTH="128", SEEDS="1", MODEL=SMALL, HELD_OUT="0.2")
         self.assertEqual(result.returncode, 0, result.stderr)

@@ -24,9 +24,9 @@ inline std::vector<size_t> memory_order(const std::vector<ParameterInfo>& parame
   return order;
 }
 
-// Of gathered weights; ModelWeights::gather_buffer_of() says which is a unit's. With more of them weights stay from
-// one pass to the next.
-inline constexpr int64_t kLeastGatherBuffers = 2;
+// Of gathered weights: of the current block and of the next one.
+inline constexpr int kGatherBuffers = 2;
+inline size_t gather_buffer_of(int unit) { return static_cast<size_t>(unit % kGatherBuffers); }
 
 // Whole gradients before they are reduced (stages 2 and 3), or weights are updated with them
 // (optimizer.release_gradients). That of a tied embedding is open from the head to the end of backward, beside

@@ -95,8 +95,10 @@ json without_unused_keys(json config) {
 
 // Keys of earlier versions whose values all meant the same bits, which configs may not give any more.
 json without_removed_keys(json config) {
-  if (config.is_object() && config.contains("precision") && config["precision"].is_object()) {
-    config["precision"].erase("weight_copies_blocks");
+  if (!config.is_object()) return config;
+  for (const auto& [section, key] :
+       {std::pair("precision", "weight_copies_blocks"), {"distributed", "gathered_blocks"}}) {
+    if (config.contains(section) && config[section].is_object()) config[section].erase(key);
   }
   return config;
 }

@@ -279,7 +279,6 @@ struct EvaluationConfig {
 struct DistributedConfig {
   int64_t zero_stage = 0;
   int64_t shard_size = 0;
-  int64_t gathered_blocks = 2;
   int64_t context_parallel = 1;
 
   bool operator==(const DistributedConfig&) const = default;
@@ -294,12 +293,6 @@ struct DistributedConfig {
           "Number of consecutive ranks to shard over, e.g. the GPUs of a node; groups of this size replicate each "
           "other and all-reduce their gradients once per step; 0: all ranks",
           IntegerRange{});
-    visit(
-        "gathered_blocks", gathered_blocks,
-        "Blocks whose gathered weights a rank keeps: of other ranks with ZeRO stage 3, from host memory with "
-        "precision.offload_weights. Those that are kept are not gathered again in backward and in the next micro-batch; "
-        "the same bits",
-        IntegerRange{2, 10000});
     visit(
         "context_parallel", context_parallel,
         "Number of consecutive ranks that share each sequence, for long ones: each has a part of the tokens, and in "

@@ -29,11 +29,9 @@ struct RemovedKey {
   std::string_view value;  // as JSON
 };
 constexpr RemovedKey kRemovedKeys[] = {
-    {"precision.attention_output", R"("compute")"},
-    {"precision.attention_scores", R"("compute")"},
-    {"precision.fast_forward", "true"},
-    {"precision.fast_input_gradient", "true"},
-    {"precision.forward_format", R"("e4m3")"},
+    {"distributed.gathered_blocks", "2"},           {"precision.attention_output", R"("compute")"},
+    {"precision.attention_scores", R"("compute")"}, {"precision.fast_forward", "true"},
+    {"precision.fast_input_gradient", "true"},      {"precision.forward_format", R"("e4m3")"},
     {"precision.weight_copies_blocks", "0"},
 };
 

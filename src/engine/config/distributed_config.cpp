@@ -48,16 +48,6 @@ void check_distributed(const Config& c) {
         "distributed.shard_size = {} has no meaning with zero_stage = 0, which shards nothing; set it to 0",
         c.distributed.shard_size);
   }
-  // From host memory weights come where no FP8 copies are kept, which GEMMs would read.
-  const bool keeps_copies =
-      c.precision.gemm != GemmPrecision::kCompute && c.precision.weight_copies != WeightCopies::kNone;
-  if (c.distributed.gathered_blocks != DistributedConfig{}.gathered_blocks && c.distributed.zero_stage < 3 &&
-      (!c.precision.offload_weights || keeps_copies)) {
-    throw_bad_input(
-        "distributed.gathered_blocks = {} has no meaning where no weights are gathered on use; leave it out, or set "
-        "zero_stage = 3, or precision.offload_weights = true without FP8 copies (weight_copies = none)",
-        c.distributed.gathered_blocks);
-  }
   // Of FP8 weights only the codes are gathered.
   if (c.distributed.zero_stage == 3 && c.precision.has_fp8() && c.precision.eval == EvalNumerics::kBf16) {
     throw_bad_input(

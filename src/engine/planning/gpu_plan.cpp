@@ -29,7 +29,7 @@ GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
   const DeclaredRun run(config, DeviceKind::kCuda, zero);
   Config whole = config;
   whole.distributed.context_parallel = 1;
-  const DeclaredRun alone(whole, DeviceKind::kCuda, {.gathered_blocks = zero.gathered_blocks});
+  const DeclaredRun alone(whole, DeviceKind::kCuda);
   std::map<std::string, int64_t> unsharded;
   for (const MemoryPlan::CategoryTotal& total : alone.plan.summary()) unsharded[total.category] = total.bytes;
   GpuPlan result;

@@ -4,7 +4,6 @@
 
 #include <fmt/format.h>
 
-#include "core/memory/unit_buffers.h"
 #include "model/activation_offload.h"
 
 namespace parka {
@@ -59,10 +58,6 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
   };
   if (config.optimizer.master == MasterForm::kFp32) {
     add("optimizer.master=fp32_split", kSameBits, "the same bits, no cost");
-  }
-  if (config.distributed.gathered_blocks > kLeastGatherBuffers) {
-    add(fmt::format("distributed.gathered_blocks={}", kLeastGatherBuffers), kSameBits,
-        "the same bits, weights are gathered more often");
   }
   if (config.precision.save_product)
     add("precision.save_product=false", kSameBits, "the same bits, a little recomputation");

@@ -42,8 +42,7 @@ Zero zero_of(const Config& config, int64_t rank, int64_t size) {
         "node, or to 0",
         group, size);
   }
-  Zero zero = make_zero(config.distributed.zero_stage, rank % group, group);
-  zero.gathered_blocks = config.distributed.gathered_blocks;
+  const Zero zero = make_zero(config.distributed.zero_stage, rank % group, group);
   if (config.finetune.base != BaseFormat::kCompute && zero.shards_weights()) {
     throw_bad_input(
         "finetune.base = {} keeps all codes on every rank, and distributed.zero_stage = 3 divides weights; use "

@@ -14,11 +14,7 @@ HostStream::Copy copy_of(const TensorView& target, const TensorView& source) {
 
 ParameterExchange::ParameterExchange(const Zero& zero, Communicator& communicator, const Model& model,
                                      const Optimizer& optimizer, Device& device)
-    : zero_(zero),
-      communicator_(communicator),
-      model_(model),
-      optimizer_(optimizer),
-      gathered_(static_cast<size_t>(model.weights().num_gather_buffers())) {
+    : zero_(zero), communicator_(communicator), model_(model), optimizer_(optimizer) {
   const bool has_host_parts = model.weights().has_host_parts();
   PARKA_REQUIRE(communicator.size() > 1 || has_host_parts);
   if (has_host_parts) host_stream_ = device.make_host_stream(gathered_.size());
@@ -39,7 +35,7 @@ void ParameterExchange::gather(Device& device, int unit, Pass pass, Changed chan
 // Queues copies into a unit's buffer, of which ops that are queued may be the last users.
 void ParameterExchange::load(int unit, const std::vector<HostStream::Copy>& copies) {
   host_stream_->follow_device();
-  host_stream_->load(model_.weights().gather_buffer_of(unit), copies);
+  host_stream_->load(gather_buffer_of(unit), copies);
 }
 
 // Copies to a unit's buffer what this rank has of it in host memory.
@@ -53,13 +49,13 @@ void ParameterExchange::fetch(int unit) {
 
 void ParameterExchange::wait_for_host(Device& device, int unit) {
   if (!comes_from_host(unit)) return;
-  device.time_wait(kLoadWait, [&] { host_stream_->wait_loaded(model_.weights().gather_buffer_of(unit)); });
+  device.time_wait(kLoadWait, [&] { host_stream_->wait_loaded(gather_buffer_of(unit)); });
 }
 
 void ParameterExchange::prefetch(Device& device, int unit, Pass pass) {
   const ModelWeights& weights = model_.weights();
   if (unit < 0 || unit >= model_.parameters().num_units() || !weights.is_gathered_on_use(unit)) return;
-  Gathered& buffer = gathered_[weights.gather_buffer_of(unit)];
+  Gathered& buffer = gathered_[gather_buffer_of(unit)];
   if (buffer.unit == unit && (buffer.pass == pass || !weights.has_pieces_for_backward(unit))) return;
   buffer = {unit, pass, 0, false};
   if (comes_from_host(unit)) fetch(unit);
@@ -72,7 +68,7 @@ void ParameterExchange::prefetch(Device& device, int unit, Pass pass) {
 void ParameterExchange::gather_on_use(Device& device, int unit, Pass pass) {
   if (!model_.weights().is_gathered_on_use(unit)) return;
   prefetch(device, unit, pass);
-  Gathered& buffer = gathered_[model_.weights().gather_buffer_of(unit)];
+  Gathered& buffer = gathered_[gather_buffer_of(unit)];
   if (buffer.is_ready) return;
   wait_for_host(device, unit);
   wait(device, buffer.number, "gathered weights");
@@ -102,8 +98,7 @@ void ParameterExchange::before_backward(Device& device, int unit) {
   gather_on_use(device, unit, Pass::kBackward);
   // Where backward has pieces of its own, all buffers are free while the head is at work.
   if (unit == model_.parameters().head_unit()) {
-    const int first =
-        std::max(model_.parameters().first_trained_unit, unit - model_.weights().num_gather_buffers());
+    const int first = std::max(model_.parameters().first_trained_unit, unit - kGatherBuffers);
     for (int last = unit - 1; last >= first; --last) prefetch(device, last, Pass::kBackward);
   }
   if (!optimizer_.shares_gradient_buffers()) return;
@@ -121,11 +116,11 @@ void ParameterExchange::after_backward(Device& device, int unit) {
   const ParameterTable& table = model_.parameters();
   // Into this unit's buffer, and ahead of its gradients, which have more time: the weights of the next block that
   // uses it, or those with which the next micro-batch begins, unless they change before it.
-  const int num_buffers = model_.weights().num_gather_buffers(), next = unit - num_buffers;
+  const int next = unit - kGatherBuffers;
   if (next >= std::max(table.block_unit(0), table.first_trained_unit)) {
     prefetch(device, next, Pass::kBackward);
   } else if (!place_.is_last && unit > 0) {
-    prefetch(device, (unit - 1) % num_buffers + 1, Pass::kForward);
+    prefetch(device, (unit - 1) % kGatherBuffers + 1, Pass::kForward);
   }
   if (!place_.is_last && !zero_.shards_gradients()) return;
   for (int parameter : table.trained(unit)) {

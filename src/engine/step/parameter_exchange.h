@@ -6,6 +6,7 @@
 #include <vector>
 
 #include "comm/communicator.h"
+#include "core/memory/unit_buffers.h"
 #include "core/shard.h"
 #include "model/model.h"
 #include "optim/optimizer.h"
@@ -94,7 +95,7 @@ class ParameterExchange final : public UnitHooks {
     uint64_t number = 0;  // of the collective, if that brings it
     bool is_ready = false;
   };
-  std::vector<Gathered> gathered_;
+  std::array<Gathered, kGatherBuffers> gathered_;
   std::unique_ptr<HostStream> host_stream_;  // between host memory and gather buffers; absent without host parts
   std::array<uint64_t, kGradientBuffers> reduced_ = {};  // the last reduction out of each of the gradient buffers
 };
