@@ -22,7 +22,6 @@
 #include "kernels/ops/elementwise/mix.h"
 #include "kernels/ops/elementwise/pool_channels.h"
 #include "kernels/ops/elementwise/vision.h"
-#include "kernels/ops/gemm/fused_product.h"
 #include "kernels/ops/gemm/gemm.h"
 #include "kernels/ops/norm/norm.h"
 #include "kernels/ops/norm/qk_norm.h"

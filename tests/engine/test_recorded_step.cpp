@@ -542,7 +542,6 @@ class RecordedLoads {
       : zero_(zero_of(config, 0, 1)),
         device_(DeviceKind::kCuda, {.op = [this](const RecordedOp&) { ++num_ops_; },
                                     .product = {},
-                                    .fused_product = {},
                                     .fill = {},
                                     .transfer = [this](const RecordedTransfer& transfer) { add(transfer); }}),
         communicator_(0, 1),

@@ -46,17 +46,14 @@ struct Run {
   std::vector<RecordedProduct> products = record_products(config, 1);
   int tuned = 0;
   std::vector<std::string> warnings;
-  RunGemmsOptions options = {
-      .tuning_folders = {folder / "tuning"},
-      .steps = 1,
-      .tune =
-          [this](const std::vector<RecordedProduct>& of, const std::vector<FusedProduct>& fused) {
-            ++tuned;
-            std::vector<GemmChoice> choices = choices_for(of);
-            for (const FusedProduct& a : fused) choices.push_back(choose_kernels(key_of(a), 4e-6, 0.7));
-            return choices;
-          },
-      .warn = [this](const std::string& line) { warnings.push_back(line); }};
+  RunGemmsOptions options = {.tuning_folders = {folder / "tuning"},
+                             .steps = 1,
+                             .tune =
+                                 [this](const std::vector<RecordedProduct>& of) {
+                                   ++tuned;
+                                   return choices_for(of);
+                                 },
+                             .warn = [this](const std::string& line) { warnings.push_back(line); }};
 
   Run() {
     config.checkpoint.folder = folder / "run";
@@ -150,16 +147,10 @@ TEST_CASE("a file of configs/tuning has every product of the config that it is f
                                                  {"llama3-8b", "parka.h100", std::vector<std::string>()}}) {
     CAPTURE(model, recipe);
     const Config config = load_config(fmt::format("{}{}-bench.json", configs, model), overrides);
-    std::set<std::string> there, fused, may_fuse;
-    for (const FusedProduct& a : record_fused_products(config, 1)) may_fuse.insert(key_of(a));
+    std::set<std::string> there;
     for (const GemmChoice& choice :
          load_gemm_tuning(fmt::format("{}tuning/{}.{}.tuning.json", configs, model, recipe)).choices) {
-      CAPTURE(choice.gemm);
-      if (choice.is_of_kernels()) {
-        fused.insert(choice.gemm);
-      } else {
-        there.insert(choice.gemm);
-      }
+      there.insert(choice.gemm);
     }
     const std::vector<RecordedProduct> products = record_products(config, 1);
     for (const RecordedProduct& product : products) {
@@ -167,7 +158,6 @@ TEST_CASE("a file of configs/tuning has every product of the config that it is f
       CHECK(there.contains(key_of(product.gemm)));
     }
     CHECK(products.size() == there.size());
-    CHECK(fused == may_fuse);
   }
 }
 
@@ -197,13 +187,9 @@ TEST_CASE("a long run without a file tunes once and goes on with what it found",
   CHECK(run.tuned == 1);
   CHECK(first.ran_products);
   CHECK(has(first.line, "products take 25.0 % less time"));  // 3 us of 4
-  CHECK(has(first.line, "swiglu per 1x16 is one kernel, which takes 30.0 % less time than two"));
   CHECK(read_file(run.kept()) == first.tuning);
   const std::vector<GemmChoice> kept = parse_gemm_tuning(first.tuning, "it").choices;
-  const std::vector<FusedProduct> fused = record_fused_products(run.config, 1);
-  REQUIRE(kept.size() == choices_for(run.products).size() + fused.size());
-  CHECK(kept.back().gemm == key_of(fused.back()));
-  CHECK(kept.back().algorithm == GemmChoice::kOneKernel);
+  CHECK(kept.size() == choices_for(run.products).size());
   run.ship("later.json", choices_for(run.products), run.device);
   for (const bool has_checkpoint : {false, true}) {
     run.options.has_checkpoint = has_checkpoint;

@@ -39,10 +39,10 @@ RunGemmsOptions run_gemms_options(const Config& config, const std::string& confi
           .has_checkpoint = !checkpoints.empty(),
           .steps = std::max<int64_t>(0, config.training.steps - done),
           .tune =
-              [&device](const std::vector<RecordedProduct>& products, const std::vector<FusedProduct>& fused) {
+              [&device](const std::vector<RecordedProduct>& products) {
                 log_info("tuning {} matrix products, once, for up to {:.0f} s (device.gemm_tuning=off: never)",
                          products.size(), kRunTuningSeconds);
-                return tune_products(device, products, fused,
+                return tune_products(device, products,
                                      {.max_candidates = 32, .rounds = 2, .budget_seconds = kRunTuningSeconds});
               },
           .warn = warn_of_file};

@@ -29,13 +29,12 @@ int run_tune(const TuneOptions& options) {
   if (num_ranks > 1) config.distributed = {.context_parallel = num_ranks};
   const std::unique_ptr<Device> device = make_untuned_device(config);
   const std::vector<GemmChoice> choices =
-      tune_products(*device, record_products(config, num_ranks), record_fused_products(config, num_ranks),
+      tune_products(*device, record_products(config, num_ranks),
                     {.max_candidates = static_cast<int>(options.candidates), .budget_seconds = options.seconds});
   std::printf("%-72s %12s %12s %8s\n", "matrix product, M x N x K", "default us", "chosen us", "gain");
   for (const GemmChoice& choice : choices) {
     std::printf("%-72s %12.1f %12.1f %7.1f%%\n", choice.gemm.c_str(), choice.default_microseconds,
                 choice.microseconds, 100 * (choice.default_microseconds / choice.microseconds - 1));
-    if (choice.is_of_kernels()) std::printf("  %s\n", choice.algorithm.c_str());
   }
   write_gemm_tuning(options.output, choices, *device);
   std::printf("wrote %s; use it with device.gemm_tuning=%s\n", options.output.c_str(), options.output.c_str());

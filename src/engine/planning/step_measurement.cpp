@@ -20,7 +20,8 @@
 #include "engine/step/parameter_exchange.h"
 #include "engine/step/recorded_step.h"
 #include "kernels/device/step_section_names.h"
-#include "kernels/ops/gemm/fused_product.h"
+#include "kernels/ops/attention/rope_projection.h"
+#include "kernels/ops/swiglu/swiglu_projection.h"
 #include "optim/state_stream.h"
 
 namespace parka {
@@ -158,7 +159,7 @@ void require_whole_micro_batches(const Config& config, int64_t num_gpus) {
 std::set<std::string> StepMeasurement::one_kernel() const {
   std::set<std::string> names;
   for (const OpSummary& op : ops) {
-    if (is_fused_product(op.op)) names.insert(op.op);
+    if (op.op == SwigluProjection::kName || op.op == RopeProjection::kName) names.insert(op.op);
   }
   return names;
 }

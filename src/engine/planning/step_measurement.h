@@ -25,8 +25,7 @@ struct StepMeasurement {
   double tokens_per_second_per_gpu() const {
     return static_cast<double>(tokens_per_step()) / step_seconds / static_cast<double>(ranks);
   }
-  // Names of the ops that are a FusedProduct, which was one kernel: as tuning had chosen, which the config does not
-  // say.
+  // Names of the ops that are a product with what reads it, which was one kernel: the config does not say.
   std::set<std::string> one_kernel() const;
   int64_t num_micro_batches() const { return config.micro_batches_per_step(ranks); }
 };

@@ -12,32 +12,6 @@ constexpr int64_t kAlignment = 256;
 
 std::vector<TensorView*> tensors_of(Gemm& a) { return {&a.a.data, &a.a.scale, &a.b.data, &a.b.scale, &a.out}; }
 
-// Without those that share the memory of another one.
-std::vector<TensorView*> tensors_of(SwigluProjection& a) {
-  std::vector<TensorView*> tensors = tensors_of(a.projection);
-  SwigluForward& swiglu = a.swiglu;
-  for (ScaledView* x : {&swiglu.up_gate, &swiglu.silu, &swiglu.product}) {
-    tensors.push_back(&x->data);
-    tensors.push_back(&x->scale);
-  }
-  tensors.push_back(&swiglu.product_t.data);
-  return tensors;
-}
-
-std::vector<TensorView*> tensors_of(RopeProjection& a) {
-  std::vector<TensorView*> tensors = tensors_of(a.projection);
-  for (TensorView* t : {&a.rope.cos_sin, &a.rope.saved.data, &a.rope.saved.scale}) tensors.push_back(t);
-  return tensors;
-}
-
-void share(Gemm&) {}
-void share(SwigluProjection& a) {
-  a.swiglu.up_gate_plain.data = a.projection.out.data;
-  if (!a.swiglu.product_t.empty()) a.swiglu.product_t.scale.data = a.swiglu.product.scale.data;
-}
-
-void share(RopeProjection& a) { a.rope.qkv.data = a.projection.out.data; }
-
 // Gives each tensor a place in `memory`, which is aligned to kAlignment. Returns where the last one ends. Without
 // memory nothing is changed.
 int64_t lay_out(const std::vector<TensorView*>& tensors, std::byte* memory) {
@@ -51,20 +25,7 @@ int64_t lay_out(const std::vector<TensorView*>& tensors, std::byte* memory) {
   return end;
 }
 
-template <typename Product>
-int64_t scratch_bytes(Product a) {
-  return lay_out(tensors_of(a), nullptr);
-}
-int64_t scratch_bytes(const FusedProduct& a) {
-  return std::visit([](const auto& product) { return scratch_bytes(product); }, a);
-}
-
-template <typename Product>
-Product placed(Product a, void* memory) {
-  lay_out(tensors_of(a), static_cast<std::byte*>(memory));
-  share(a);
-  return a;
-}
+int64_t scratch_bytes(Gemm a) { return lay_out(tensors_of(a), nullptr); }
 
 int64_t most_bytes(const std::vector<Gemm>& products) {
   int64_t most = 0;
@@ -97,18 +58,15 @@ ProductScratch::ProductScratch(Device& device, int64_t bytes, int64_t workspace_
 ProductScratch::ProductScratch(Device& device, const std::vector<Gemm>& products, int64_t workspace_bytes)
     : ProductScratch(device, most_bytes(products), std::max(workspace_bytes, most_workspace(products))) {}
 
-ProductScratch::ProductScratch(Device& device, const FusedProduct& product, int64_t workspace_bytes)
-    : ProductScratch(device, scratch_bytes(product), std::max(workspace_bytes, workspace_of(product))) {}
-
 ProductScratch::~ProductScratch() {
   device_.set_workspace(nullptr, 0);
   device_.release(workspace_);
   device_.release(memory_);
 }
 
-Gemm ProductScratch::place(const Gemm& a) const { return placed(a, memory_); }
-FusedProduct ProductScratch::place(const FusedProduct& a) const {
-  return std::visit([&](const auto& product) -> FusedProduct { return placed(product, memory_); }, a);
+Gemm ProductScratch::place(Gemm a) const {
+  lay_out(tensors_of(a), static_cast<std::byte*>(memory_));
+  return a;
 }
 
 double seconds_of_products(Device& device, const std::vector<RecordedProduct>& products) {

@@ -4,7 +4,6 @@
 
 #include "engine/step/recorded_step.h"
 #include "kernels/device/device.h"
-#include "kernels/ops/gemm/fused_product.h"
 #include "kernels/ops/gemm/gemm.h"
 
 // Matrix products alone, outside of a run.
@@ -17,15 +16,12 @@ class ProductScratch {
  public:
   // For each of `products`, and ops that take up to `workspace_bytes` of workspace: it becomes the device's.
   ProductScratch(Device& device, const std::vector<Gemm>& products, int64_t workspace_bytes = 0);
-  ProductScratch(Device& device, const FusedProduct& product, int64_t workspace_bytes = 0);
   ~ProductScratch();
   ProductScratch(const ProductScratch&) = delete;
   ProductScratch& operator=(const ProductScratch&) = delete;
 
-  // The product with its tensors here, which are aligned as they were. Those that share memory in a step share it
-  // here: the product with the input of what reads it, and the scale of an output with that of its transpose.
-  Gemm place(const Gemm& a) const;
-  FusedProduct place(const FusedProduct& a) const;
+  // The product with its tensors here, which are aligned as they were.
+  Gemm place(Gemm a) const;
 
  private:
   ProductScratch(Device& device, int64_t bytes, int64_t workspace_bytes);

@@ -156,8 +156,7 @@ class Decision {
 
   RunGemms tune() const {
     const double begin = steady_seconds();
-    const std::vector<GemmChoice> choices =
-        options_.tune(products_, record_fused_products(config_, options_.num_ranks));
+    const std::vector<GemmChoice> choices = options_.tune(products_);
     std::map<std::string, const GemmChoice*> by_key;
     for (const GemmChoice& choice : choices) by_key[choice.gemm] = &choice;
     double first = 0, chosen = 0;
@@ -167,14 +166,9 @@ class Decision {
       first += static_cast<double>(product.count) * found->second->default_microseconds;
       chosen += static_cast<double>(product.count) * found->second->microseconds;
     }
-    std::string line = fmt::format("tuned in {}, products take {:.1f} % less time than with {}",
-                                   format_duration(steady_seconds() - begin),
-                                   first > 0 ? 100 * (1 - chosen / first) : 0.0, kFirstChoices);
-    for (const GemmChoice& choice : choices) {
-      if (choice.algorithm != GemmChoice::kOneKernel) continue;
-      line += fmt::format("; {} is one kernel, which takes {:.1f} % less time than two", choice.gemm,
-                          100 * (1 - choice.microseconds / choice.default_microseconds));
-    }
+    const std::string line = fmt::format("tuned in {}, products take {:.1f} % less time than with {}",
+                                         format_duration(steady_seconds() - begin),
+                                         first > 0 ? 100 * (1 - chosen / first) : 0.0, kFirstChoices);
     return keep(gemm_tuning_text(choices, device_), line);
   }
 

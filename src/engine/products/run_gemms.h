@@ -35,8 +35,7 @@ struct RunGemmsOptions {
   bool has_checkpoint = false;  // the run goes on
   int64_t steps = 0;            // that are still to be made
   // tune_products() on the device, and what to say before.
-  std::function<std::vector<GemmChoice>(const std::vector<RecordedProduct>&, const std::vector<FusedProduct>&)>
-      tune;
+  std::function<std::vector<GemmChoice>(const std::vector<RecordedProduct>&)> tune;
   std::function<void(const std::string&)> warn;
 };
 

@@ -22,12 +22,12 @@ class RecordingRank {
                 const std::set<std::string>& one_kernel = {})
       : config_(config),
         zero_(zero),
-        one_kernel_(one_kernel),
-        device_(DeviceKind::kCuda, {.op = [this](RecordedOp op) { add(std::move(op)); },
-                                    .product = [this](const Gemm& a) { products_.push_back(a); },
-                                    .fused_product = [this](const FusedProduct& a) { add(a); },
-                                    .fill = [this](RecordedFill fill) { add(fill); },
-                                    .transfer = [this](RecordedTransfer transfer) { add(transfer); }}),
+        device_(DeviceKind::kCuda,
+                {.op = [this](RecordedOp op) { add(std::move(op)); },
+                 .product = [this](const Gemm& a) { products_.push_back(a); },
+                 .fill = [this](RecordedFill fill) { add(fill); },
+                 .transfer = [this](RecordedTransfer transfer) { add(transfer); }},
+                one_kernel),
         communicator_(rank, size,
                       {.collective = [this](RecordedCollective collective) { add(collective); },
                        .wait = [this](RecordedWait wait) { add(wait); }}),
@@ -40,7 +40,6 @@ class RecordingRank {
   // What was queued since the last call.
   std::vector<Work> take() { return std::exchange(work_, {}); }
   std::vector<Gemm> take_products() { return std::exchange(products_, {}); }
-  std::vector<FusedProduct> take_fused_products() { return std::exchange(fused_products_, {}); }
   int64_t workspace_bytes() const { return device_.workspace_bytes(); }
 
   void begin_step() { queue_.begin_step(); }
@@ -94,11 +93,6 @@ class RecordingRank {
     }
   }
   void add(Work work) { work_.push_back(std::move(work)); }
-  // The device is asked whether it fuses the product after this.
-  void add(const FusedProduct& a) {
-    fused_products_.push_back(a);
-    if (one_kernel_.contains(std::string(op_of(a))) && fused_.insert(key_of(a)).second) device_.set_fused(fused_);
-  }
 
   // Without the tokens, which a device that records does not read.
   Model::Batch batch() const {
@@ -109,11 +103,8 @@ class RecordingRank {
 
   const Config& config_;
   Zero zero_;
-  std::set<std::string> one_kernel_;  // names of ops
-  std::set<std::string> fused_;       // key_of()
   std::vector<Work> work_;
   std::vector<Gemm> products_;
-  std::vector<FusedProduct> fused_products_;
   RecordingDevice device_;
   RecordingCommunicator communicator_;
   DeclaredRun declared_;
@@ -171,18 +162,6 @@ std::vector<RecordedProduct> record_products(const Config& config, int64_t num_g
   };
   std::stable_sort(products.begin(), products.end(),
                    [&](const RecordedProduct& a, const RecordedProduct& b) { return flop(a) > flop(b); });
-  return products;
-}
-
-std::vector<FusedProduct> record_fused_products(const Config& config, int64_t num_gpus) {
-  RecordingRank rank = first_rank(config, num_gpus);
-  std::map<std::string, FusedProduct> by_key;
-  record_parts(rank, config, num_gpus, [&](int64_t) {
-    for (const FusedProduct& a : rank.take_fused_products()) by_key.try_emplace(key_of(a), a);
-  });
-  std::vector<FusedProduct> products;
-  products.reserve(by_key.size());
-  for (const auto& [key, product] : by_key) products.push_back(product);
   return products;
 }
 

@@ -9,7 +9,6 @@
 #include "core/shard.h"
 #include "engine/config/config.h"
 #include "kernels/device/recording_device.h"
-#include "kernels/ops/gemm/fused_product.h"
 #include "kernels/ops/gemm/gemm.h"
 
 // What a run would queue, without a GPU: the step itself, on a device and a communicator that record.
@@ -28,7 +27,7 @@ struct RecordedStep {
 };
 
 // Of rank 0 of `num_gpus`, whose number must divide the batch of `config` into whole micro-batches. Of
-// `one_kernel`, names of ops (op_of(FusedProduct)), all are one kernel (Device::fuses()).
+// ops with these names all are one kernel (Device::fuses()).
 RecordedStep record_step(const Config& config, int64_t num_gpus, const std::set<std::string>& one_kernel = {});
 
 // A matrix product of a step. Its tensors have addresses without memory, which are aligned as those of a run.
@@ -40,9 +39,6 @@ struct RecordedProduct {
 // The products of the step that record_step() records, each key_of() once, those with the most FLOP of a step
 // first.
 std::vector<RecordedProduct> record_products(const Config& config, int64_t num_gpus);
-
-// Products of a step that may be one kernel with what reads them, each key_of() once.
-std::vector<FusedProduct> record_fused_products(const Config& config, int64_t num_gpus);
 
 // The workspace that the ops of a run take on a GPU, where a rank holds what `zero` says: those of training with
 // its telemetry and checks, and of evaluation.

@@ -2,9 +2,9 @@
 #include <cstdint>
 #include <functional>
 #include <memory>
-#include <set>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -180,19 +180,14 @@ class Device {
   void set_op_fault(OpFault* fault) { op_fault_ = fault; }
   OpFault* op_fault() const { return op_fault_; }
 
-  // Whether the op of this key, which may be several kernels or one, is to be one; where nothing was said it is
-  // not.
-  void set_fused(std::set<std::string> keys) { fused_ = std::move(keys); }
-  bool fuses(const std::string& key) const { return fused_.contains(key); }
+  // Whether the op of this name, a matrix product of so many numbers and what reads it, is better one kernel here.
+  virtual bool fuses(std::string_view /*op*/, int64_t /*numbers*/) const { return false; }
 
  protected:
   OpTimer* op_timer_ = nullptr;
   OpRecorder* op_recorder_ = nullptr;
   OpFault* op_fault_ = nullptr;
   StepSection section_ = StepSection::kNone;
-
- private:
-  std::set<std::string> fused_;
 };
 
 std::unique_ptr<Device> make_cpu_device();

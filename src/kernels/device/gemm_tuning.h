@@ -9,27 +9,20 @@
 
 namespace parka {
 
-// Which of cuBLASLt's algorithms to use for one matrix product, or whether an op that is a product and what follows
-// it is one kernel of Parka's own.
+// Which of cuBLASLt's algorithms to use for one matrix product.
 struct GemmChoice {
   std::string gemm;       // its shape, formats and, where not full, alignment: key_of() of the op
-  std::string algorithm;  // cuBLASLt's own form of it, 64 bytes in hexadecimal: valid for one library version; or
-                          // kOneKernel or kTwoKernels
+  std::string algorithm;  // cuBLASLt's own form of it, 64 bytes in hexadecimal: valid for one library version
   double microseconds = 0;
-  double default_microseconds = 0;  // of the library's first choice, or of two kernels, measured in turn with it
+  double default_microseconds = 0;  // of the library's first choice, measured in turn with it
   std::string shape = {};           // as cost_of(Gemm).shape describes it; not kept in files
-
-  bool is_of_kernels() const { return algorithm == kOneKernel || algorithm == kTwoKernels; }
-
-  static constexpr std::string_view kOneKernel = "one kernel", kTwoKernels = "two kernels";
 };
 
 // Version of the cuBLASLt in use, "13.1.0"; empty without CUDA.
 std::string gemm_library_version();
 
-// Makes gemm() on a CUDA device use these algorithms, and Device::fuses() true of ops that are to be one kernel,
-// for products that have not run yet. Throws Error(kBadInput) for text that is no algorithm; one that the library
-// refuses when the product comes is an Error(kBadInput) too.
+// Makes gemm() on a CUDA device use these algorithms, for products that have not run yet. Throws Error(kBadInput)
+// for text that is no algorithm; one that the library refuses when the product comes is an Error(kBadInput) too.
 void choose_gemm_algorithms(Device& device, const std::vector<GemmChoice>& choices);
 
 struct GemmTuneOptions {

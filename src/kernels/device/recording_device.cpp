@@ -75,7 +75,8 @@ class NoMark final : public Mark {
 
 }  // namespace
 
-RecordingDevice::RecordingDevice(DeviceKind kind, Listener listener) : kind_(kind), listener_(std::move(listener)) {
+RecordingDevice::RecordingDevice(DeviceKind kind, Listener listener, std::set<std::string> fused_ops)
+    : kind_(kind), listener_(std::move(listener)), fused_ops_(std::move(fused_ops)) {
   op_recorder_ = this;
 }
 
@@ -126,10 +127,6 @@ std::vector<OpTime> RecordingDevice::stop_op_timer() {
 
 void RecordingDevice::record_product(const Gemm& a) {
   if (listener_.product) listener_.product(a);
-}
-
-void RecordingDevice::record_fused_product(const FusedProduct& a) {
-  if (listener_.fused_product) listener_.fused_product(a);
 }
 
 void RecordingDevice::record(std::string_view op, OpCost cost, int64_t workspace_bytes) {

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 #include <functional>
+#include <set>
 #include <string>
 #include <string_view>
 #include <vector>
@@ -38,19 +39,20 @@ struct RecordedTransfer {
 // device is zeros; marks, stores and staging buffers do nothing.
 class RecordingDevice final : public Device, public OpRecorder, public ProductRecorder {
  public:
-  // Stands for a device of this kind. The functions are told of work in its order; empty ones are not called.
+  // Stands for a device of this kind, which has ops of these names as one kernel. The functions are told of work in
+  // its order; empty ones are not called.
   struct Listener {
     std::function<void(RecordedOp)> op;
-    std::function<void(const Gemm&)> product;                // of gemm(), before `op`
-    std::function<void(const FusedProduct&)> fused_product;  // that may be one kernel, before it is decided
+    std::function<void(const Gemm&)> product;  // of gemm(), before `op`
     std::function<void(RecordedFill)> fill;
     std::function<void(RecordedTransfer)> transfer;
   };
-  explicit RecordingDevice(DeviceKind kind, Listener listener = {});
+  explicit RecordingDevice(DeviceKind kind, Listener listener = {}, std::set<std::string> fused_ops = {});
 
   DeviceKind kind() const override { return kind_; }
   std::string name() const override { return "recording device"; }
   std::string description() const override { return name(); }
+  bool fuses(std::string_view op, int64_t) const override { return fused_ops_.contains(std::string(op)); }
 
   void* allocate(int64_t bytes) override;
   void release(void*) override {}
@@ -80,10 +82,10 @@ class RecordingDevice final : public Device, public OpRecorder, public ProductRe
  private:
   void record(std::string_view op, OpCost cost, int64_t workspace_bytes) override;
   void record_product(const Gemm& a) override;
-  void record_fused_product(const FusedProduct& a) override;
 
   DeviceKind kind_;
   Listener listener_;
+  std::set<std::string> fused_ops_;
   int64_t next_address_ = int64_t{1} << 55;  // beyond all that a process has
   int64_t most_workspace_ = 0;
   int64_t given_workspace_ = -1;  // not given

@@ -7,7 +7,7 @@
 
 #include "kernels/op/workspace.h"
 #include "kernels/ops/attention/attention.h"
-#include "kernels/ops/gemm/fused_product.h"
+#include "kernels/ops/attention/rope_projection.h"
 #include "kernels/ops/quantize/quantize.h"
 
 namespace parka {
@@ -186,7 +186,7 @@ void Attention::project(const StepContext& step, const ScaledView& x, const Tens
   if (qkv_layer_.is_product() && !saved.empty() && !has_qk_norm() && !is_encoder_) {
     both = RopeProjection{qkv_layer_.product(step, x, qkv), rotation(step, qkv, saved)};
   }
-  const bool as_one = both && chooses_one_kernel(step.device, *both);
+  const bool as_one = both && runs_as_one(step.device, *both);
   if (!both) {
     qkv_layer_.forward(step, x, qkv);
   } else if (!as_one || step.samples.active()) {

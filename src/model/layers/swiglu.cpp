@@ -1,14 +1,14 @@
 #include "model/layers/swiglu.h"
 
-#include "kernels/ops/gemm/fused_product.h"
 #include "kernels/ops/swiglu/swiglu.h"
+#include "kernels/ops/swiglu/swiglu_projection.h"
 
 namespace parka {
 namespace {
 
-// As one kernel where the device has chosen that.
+// As one kernel where the device has that.
 void project(const StepContext& step, const SwigluProjection& a) {
-  const bool as_one = chooses_one_kernel(step.device, a);
+  const bool as_one = runs_as_one(step.device, a);
   if (as_one) swiglu_projection(step.device, a);
   // One kernel leaves none of the projection, of which samples are taken.
   if (!as_one || step.samples.active()) gemm(step.device, a.projection);

@@ -406,16 +406,8 @@ std::string gemm_library_version() {
 
 void choose_gemm_algorithms(Device& device, const std::vector<GemmChoice>& choices) {
   std::map<std::string, cublasLtMatmulAlgo_t> chosen;
-  std::set<std::string> fused;
-  for (const GemmChoice& choice : choices) {
-    if (!choice.is_of_kernels()) {
-      chosen[choice.gemm] = cuda::from_hex(choice);
-    } else if (choice.algorithm == GemmChoice::kOneKernel) {
-      fused.insert(choice.gemm);
-    }
-  }
+  for (const GemmChoice& choice : choices) chosen[choice.gemm] = cuda::from_hex(choice);
   cuda::gemms_of(cuda::as_cuda(device)).choose(std::move(chosen));
-  device.set_fused(std::move(fused));
 }
 
 void replace_gemm_algorithms(Device& device, const std::vector<GemmChoice>& choices) {

@@ -92,10 +92,7 @@ struct Product {
 };
 
 // Whether the device runs these kernels.
-inline bool runs_on(CudaDevice& device) {
-  constexpr bool kBuilt = std::string_view(PARKA_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;
-  return kBuilt && device.properties().major == 9 && device.properties().minor == 0;
-}
+inline bool runs_on(const CudaDevice& device) { return device.has_float8_tiles(); }
 
 // Launches kernel(product, rest...), which calls run_product().
 template <typename Kernel, typename... Rest>

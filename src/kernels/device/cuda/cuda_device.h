@@ -55,6 +55,9 @@ class CudaDevice final : public Device {
   std::string name() const override { return properties_.name; }
   std::string description() const override;
   std::vector<std::pair<std::string, std::string>> software() const override;
+  // Whether this build and this GPU have the kernels of gemm/sm90_float8_tiles.cuh.
+  bool has_float8_tiles() const;
+  bool fuses(std::string_view op, int64_t numbers) const override;
 
   void* allocate(int64_t bytes) override;
   void release(void* memory) override;

@@ -37,12 +37,13 @@ bool suits_one_kernel(const RopeProjection& a) {
   return suits_float8_tiles(a.projection) && saved.data.dtype == DType::kE4M3 && saved.scaling == Scaling::kGroup;
 }
 
-void run_as_one(Device& device, const RopeProjection& a) { rope_projection(device, a); }
+bool runs_as_one(const Device& device, const RopeProjection& a) {
+  return suits_one_kernel(a) && device.fuses(RopeProjection::kName, a.projection.out.numel());
+}
+
 void run_as_two(Device& device, const RopeProjection& a) {
   gemm(device, a.projection);
   rope_forward(device, a.rope);
 }
-
-std::string effect_of(const RopeProjection& a) { return fmt::format("rope per 1x{}", a.rope.saved.group); }
 
 }  // namespace parka

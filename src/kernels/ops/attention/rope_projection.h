@@ -1,5 +1,4 @@
 #pragma once
-#include <string>
 #include <string_view>
 
 #include "kernels/ops/attention/rope.h"
@@ -17,12 +16,12 @@ struct RopeProjection {
 PARKA_OP(rope_projection, RopeProjection);
 int64_t workspace_of(const RopeProjection& a);
 
-// The parts of a FusedProduct (fused_product.h). The kernel that does both writes to qkv what the codes decode to,
-// once, and never reads it.
+// Whether formats and alignment suit one kernel, which GPUs of compute capability 9.0 have. It writes to qkv what
+// the codes decode to, once, and never reads it.
 bool suits_one_kernel(const RopeProjection& a);
-void run_as_one(Device& device, const RopeProjection& a);
+// Whether to call rope_projection() rather than the two ops: it is one kernel here, for as many numbers.
+bool runs_as_one(const Device& device, const RopeProjection& a);
 void run_as_two(Device& device, const RopeProjection& a);
-std::string effect_of(const RopeProjection& a);  // as key_of(FusedProduct) has it: the groups of what is saved
 namespace cuda {
 bool has_one_kernel(Device& device, const RopeProjection& a);
 }

@@ -41,12 +41,13 @@ bool suits_one_kernel(const SwigluProjection& a) {
          up_gate.scaling == Scaling::kGroup;
 }
 
-void run_as_one(Device& device, const SwigluProjection& a) { swiglu_projection(device, a); }
+bool runs_as_one(const Device& device, const SwigluProjection& a) {
+  return suits_one_kernel(a) && device.fuses(SwigluProjection::kName, a.projection.out.numel());
+}
+
 void run_as_two(Device& device, const SwigluProjection& a) {
   gemm(device, a.projection);
   swiglu_forward(device, a.swiglu);
 }
-
-std::string effect_of(const SwigluProjection& a) { return fmt::format("swiglu per 1x{}", a.swiglu.up_gate.group); }
 
 }  // namespace parka

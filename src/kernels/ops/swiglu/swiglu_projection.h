@@ -1,5 +1,4 @@
 #pragma once
-#include <string>
 #include <string_view>
 
 #include "kernels/ops/gemm/gemm.h"
@@ -17,12 +16,12 @@ struct SwigluProjection {
 PARKA_OP(swiglu_projection, SwigluProjection);
 int64_t workspace_of(const SwigluProjection& a);
 
-// The parts of a FusedProduct (fused_product.h). The kernel that does both never has the projection's bf16 numbers
-// in memory.
+// Whether formats and alignment suit one kernel, which GPUs of compute capability 9.0 have. It never has the
+// projection's bf16 numbers in memory.
 bool suits_one_kernel(const SwigluProjection& a);
-void run_as_one(Device& device, const SwigluProjection& a);
+// Whether to call swiglu_projection() rather than the two ops: it is one kernel here, for as many numbers.
+bool runs_as_one(const Device& device, const SwigluProjection& a);
 void run_as_two(Device& device, const SwigluProjection& a);
-std::string effect_of(const SwigluProjection& a);  // as key_of(FusedProduct) has it: the groups of up and gate
 namespace cuda {
 bool has_one_kernel(Device& device, const SwigluProjection& a);
 }
