@@ -22,10 +22,6 @@ FUZZ_TARGET(arguments) {
     const int64_t bytes = parse_byte_size(text);
     require(bytes >= 1 && parse_byte_size(fmt::format("{}", bytes)) == bytes, "a size changes when it is written");
   });
-  accepts([&] {
-    const DrillPoint drill = parse_drill(text);
-    require(drill.step >= 1 && drill.point >= 1, "a drill at no point");
-  });
   accepts([&] { require(expand_arguments({text, text}).size() >= 2, "an argument is lost"); });
   require(without_gigabytes(text).empty() == text.empty(), "a size is lost");
   if (const std::optional<double> number = parse_finite(text)) require(std::isfinite(*number), "not finite");

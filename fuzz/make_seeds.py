@@ -197,7 +197,7 @@ def make_measurements():
 
 
 def make_arguments():
-    for name, text in (("tokens", "1,2,-3,2147483647"), ("size", "5.5GiB"), ("bytes", "300000"), ("drill", "12:3"),
+    for name, text in (("tokens", "1,2,-3,2147483647"), ("size", "5.5GiB"), ("bytes", "300000"),
                        ("set", "c4=data/c4.npy"), ("number", "-1.5e-3"), ("step", "step_00000100.tmp"),
                        ("dotted", "--optimizer.lr=1e-3"), ("gigabytes", "24 GiB")):
         seed("arguments", name, text)

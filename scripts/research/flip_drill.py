@@ -1,9 +1,10 @@
 #!/usr/bin/env python3
 """Flips one bit in each of many short runs and counts how often Parka's checks for silent data corruption find it.
 
-    scripts/research/flip_drill.py PARKA CONFIG --flips 100 [--ranks 2] [--jobs 4] [--quiet-steps 100000] --json OUT
+    scripts/research/flip_drill.py FLIPPING_PARKA CONFIG --flips 100 [--ranks 2] [--jobs 4] [--quiet-steps 100000] --json OUT
 
-A reference run without a flip comes first. Each other run has one flip (parka train --drill), of each target in turn, in a step,
+FLIPPING_PARKA is tests/flipping_parka of a build folder: `parka` whose environment names a bit to flip, in the memory of a CPU
+(tests/support/flipping_parka.cpp). A reference run without a flip comes first. Each other run has one flip, of each target in turn, in a step,
 on a rank and by a seed that --seed decides. All runs save every few steps, and checkpoints are compared with those of the
 reference by the checksums of their files. A run in which the flip was not found and whose checkpoints are all those of the
 reference does not count: no bit of a saved state was changed. --quiet-steps trains for so long without a flip, with all checks.
@@ -48,11 +49,11 @@ def intervals(arguments):
     return [f"reliability.{kind}_interval={getattr(arguments, f'{kind}_interval')}" for kind in ("replay", "state", "replica")]
 
 
-def run(arguments, sets, folder, drill=()):
+def run(arguments, sets, folder, environment=None):
     """Exit code and messages of a run; None for one that has not ended in time."""
     folder.mkdir()
     log = folder / "log"
-    with training(arguments, [*intervals(arguments), *sets, f"checkpoint.folder={folder / 'run'}"], log, drill) as process:
+    with training(arguments, [*intervals(arguments), *sets, f"checkpoint.folder={folder / 'run'}"], log, environment=environment) as process:
         try:
             code = process.wait(arguments.timeout)
         except subprocess.TimeoutExpired:
@@ -92,8 +93,8 @@ def judge(flip, code, messages, left, reference, latest):
 def drill(arguments, sets, reference, number, flip):
     """One run with a flip; its folder is deleted."""
     with tempfile.TemporaryDirectory(prefix=f"flip_{number}_", dir=arguments.temporary) as folder:
-        option = f"flip:{flip['target']}:{flip['step']}:{flip['rank']}:{flip['seed']}"
-        code, messages = run(arguments, [*sets, *short_run(arguments)], Path(folder) / "drill", ("--drill", option))
+        variables = {"FLIP": f"{flip['target']}:{flip['step']}:{flip['rank']}:{flip['seed']}"}
+        code, messages = run(arguments, [*sets, *short_run(arguments)], Path(folder) / "drill", variables)
         left = states(Path(folder) / "drill" / "run")
     latest = 2 * max(arguments.replay_interval, arguments.state_interval, arguments.replica_interval)
     return judge(flip, code, messages, left, reference, latest)

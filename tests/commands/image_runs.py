@@ -64,9 +64,9 @@ class ImageRuns(RunFolder):
             "checkpoint": {"folder": self.path(name), "interval": 2, "keep": 0},
         }
 
-    def run_config(self, config, ranks=1, *arguments):
+    def run_config(self, config, ranks=1):
         path = self.write_config(config, os.path.basename(config["checkpoint"]["folder"]) + ".json")
-        program = [PROGRAM, "--threads", "1", "train", path, *arguments]
+        program = [PROGRAM, "--threads", "1", "train", path]
         return starters.run(ranks, program, option=self.ranks_option)
 
     def run_to_the_end(self, config, ranks=1):

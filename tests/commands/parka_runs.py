@@ -15,6 +15,8 @@ import starters  # noqa: E402, F401
 PROGRAM = os.environ.get("PARKA_PROGRAM", "build/release/parka")
 FAULTY_FILES_LIBRARY = os.environ.get("FAULTY_FILES_LIBRARY",
                                       os.path.join(os.path.dirname(os.path.abspath(PROGRAM)), "tests", "libfaulty_files.so"))
+# tests/support/flipping_parka.cpp
+FLIPPING_PROGRAM = os.environ.get("FLIPPING_PROGRAM", os.path.join(os.path.dirname(os.path.abspath(PROGRAM)), "tests", "flipping_parka"))
 VOCAB = 64
 SEQUENCE = 16
 STOPPED = 75  # the exit code of a run that a signal asked to save and stop
@@ -86,6 +88,11 @@ def faulty_files(*rules, slow_glob=None, bytes_per_second=None):
     if slow_glob is not None:
         environment.update(FAULTY_WRITE_GLOB=slow_glob, FAULTY_WRITE_BYTES_PER_SECOND=str(bytes_per_second))
     return environment
+
+
+def killed_in_save(step, operation="write", nth=1):
+    """The environment of a program that SIGKILL ends at the nth operation of this kind on the checkpoint of a step."""
+    return faulty_files(f"{operation}:*/step_{step:08}*:KILL:{nth}:1")
 
 
 class RunFolder(unittest.TestCase):

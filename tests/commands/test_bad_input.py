@@ -144,7 +144,6 @@ class BadInput(RunFolder):
             (("train", config, "--set", "training.steps=many"), ["training.steps", "many"]),
             (("train", config, "--must-be-new"), ["--must-be-new"]),
             (("train", config, "--fresh"), ["--must-be-new"]),  # its old name
-            (("train", config, "--drill-kill-in-save", "3"), ["STEP:POINT"]),
             (("plan", config, "--gpus", "0"), ["--gpus"]),
             (("eval", self.path("nowhere")), ["nowhere"]),
             (("eval", self.path("")), ["no checkpoint"]),

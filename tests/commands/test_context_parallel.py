@@ -7,7 +7,7 @@ import statistics
 import sys
 import unittest
 
-from parka_runs import (PROGRAM, RunFolder, learning_curve, num_gpus, parka, run_rank_tests, starters, tiny_config, tree_digest,
+from parka_runs import (FLIPPING_PROGRAM, PROGRAM, RunFolder, learning_curve, num_gpus, parka, run_rank_tests, starters, tiny_config, tree_digest,
                         write_tokens)
 
 STEPS = 6
@@ -41,8 +41,8 @@ class ContextParallel(RunFolder):
             json.dump(config, file)
         return path
 
-    def start(self, name, ranks, shared_by, starter=starters.STARTER, arguments=(), **options):
-        program = [PROGRAM, "--threads", "1", "train", self.config(name, shared_by, **options), *arguments]
+    def start(self, name, ranks, shared_by, starter=starters.STARTER, **options):
+        program = [PROGRAM, "--threads", "1", "train", self.config(name, shared_by, **options)]
         return starters.run(ranks, program, starter, RANKS_OPTION)
 
     def run_ranks(self, name, ranks, shared_by, **options):
@@ -147,9 +147,12 @@ class ContextParallel(RunFolder):
 
     def test_a_wrong_bit_of_one_rank_is_noticed(self):
         checks = {"replay_interval": 1, "state_interval": 1, "replica_interval": 1}
+        if DEVICE == "cuda":
+            self.skipTest("bits are flipped in the memory of a CPU")
         for target in ("gemm", "gradient", "weight"):
             with self.subTest(target):
-                result = self.start(target, 2, 2, arguments=["--drill", f"flip:{target}:3:1"], stage=1, reliability=checks)
+                program = [FLIPPING_PROGRAM, "--threads", "1", "train", self.config(target, 2, stage=1, reliability=checks)]
+                result = starters.run(2, program, option=RANKS_OPTION, variables={"FLIP": f"{target}:3:1:0"})
                 self.assertEqual(result.returncode, 6, result.stdout + result.stderr)
                 self.assertIn("silent data corruption in step", result.stdout + result.stderr)
 

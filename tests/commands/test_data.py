@@ -12,7 +12,7 @@ import struct
 import sys
 import unittest
 
-from parka_runs import (PROGRAM, SEQUENCE, VOCAB, RunFolder, learning_curve, metrics, parka, starters, tiny_config, tree_digest,
+from parka_runs import (PROGRAM, SEQUENCE, VOCAB, RunFolder, killed_in_save, learning_curve, metrics, parka, starters, tiny_config, tree_digest,
                         write_tokens)
 
 STEPS = 24
@@ -66,7 +66,7 @@ class DataFolder(RunFolder):
         name = config["checkpoint"]["folder"]
         self.run_config(config)
         os.rename(name, name + "-straight")
-        killed = self.train(config, "--drill-kill-in-save", "20:3")
+        killed = self.train(config, env=killed_in_save(20))
         self.assertEqual(killed.returncode, -9, killed.stderr)
         self.assertIn("resuming from", self.run_config(config))
         self.assertEqual(learning_curve(name), learning_curve(name + "-straight"))

@@ -8,7 +8,7 @@ import unittest
 from pathlib import Path
 
 from image_runs import STEPS, ImageRuns, np
-from parka_runs import checkpoints, has_gpu, learning_curve, metrics, parka
+from parka_runs import checkpoints, has_gpu, killed_in_save, learning_curve, metrics, parka
 
 
 class Images(ImageRuns):
@@ -23,7 +23,7 @@ class Images(ImageRuns):
                     if keys is released:
                         config["training"]["micro_batch_size"] = 4
                 self.run_to_the_end(straight)
-                killed = self.run_config(resumed, 1, "--drill-kill-in-save", "4:5")
+                killed = parka("train", self.write_config(resumed, names[1] + ".json"), env=killed_in_save(4))
                 self.assertEqual(killed.returncode, -signal.SIGKILL, killed.stderr)
                 self.assertIn("step_00000002", checkpoints(resumed["checkpoint"]["folder"]))
                 self.assertIn("resuming from", self.run_to_the_end(resumed))

@@ -11,8 +11,8 @@ import time
 import unittest
 from pathlib import Path
 
-from parka_runs import (PROGRAM, SEQUENCE, STOPPED, RunFolder, checkpoints, faulty_files, learning_curve, metrics, tiny_config,
-                        tree_digest, write_tokens)
+from parka_runs import (PROGRAM, SEQUENCE, STOPPED, RunFolder, checkpoints, faulty_files, killed_in_save, learning_curve, metrics,
+                        tiny_config, tree_digest, write_tokens)
 
 IO_FAILED = 4
 ENDLESS = 1000000
@@ -440,7 +440,7 @@ class Records(Interruptions):
 
     def test_goodput_counts_all_starts_and_the_steps_that_are_run_again(self):
         config = self.config(30, interval=10)
-        killed = self.train(config, "--drill-kill-in-save", "20:1")
+        killed = self.train(config, env=killed_in_save(20))
         self.assertEqual(killed.returncode, -signal.SIGKILL, killed.stderr)
         first = self.all_records()
         self.assert_exit(self.train(config), 0)

@@ -10,7 +10,7 @@ import sys
 import time
 import unittest
 
-from parka_runs import (PROGRAM, STOPPED, RunFolder, has_gpu, checkpoints, learning_curve, metrics, parka, tiny_config,
+from parka_runs import (PROGRAM, STOPPED, RunFolder, has_gpu, checkpoints, killed_in_save, learning_curve, metrics, parka, tiny_config,
                         tree_digest)
 
 # Recipes as they are, and optimizer forms that no recipe has.
@@ -64,12 +64,12 @@ class Resume(RunFolder):
 
     def test_killed_while_saving(self):
         self.straight_run()
-        # The first variant goes through more moments of the save than the others.
-        points = (1, 2, 4, 6, 8, 10) if VARIANT == "coat" else (5,)
-        for point in points:
-            with self.subTest(point=point):
+        # One variant goes through more moments of the save than the others.
+        moments = (("mkdir", 1), ("open", 1), ("write", 1), ("write", 2), ("fsync", 1), ("fsync", 2), ("rename", 1)) if VARIANT == "coat" else (("write", 1),)
+        for operation, nth in moments:
+            with self.subTest(operation=operation, nth=nth):
                 shutil.rmtree(self.path("run"), ignore_errors=True)
-                killed = self.train(self.config(), "--drill-kill-in-save", f"30:{point}")
+                killed = self.train(self.config(), env=killed_in_save(30, operation, nth))
                 self.assertEqual(killed.returncode, -signal.SIGKILL, killed.stderr)
                 self.assertIn("step_00000020", checkpoints(self.path("run")))
                 self.assert_exit(self.train(self.config()), 0)

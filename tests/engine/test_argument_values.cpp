@@ -68,13 +68,6 @@ TEST_CASE("sizes of files are read in units of 1000 and of 1024", "[engine][argu
   }
 }
 
-TEST_CASE("a drill has a step and a point", "[engine][arguments]") {
-  CHECK((parse_drill("12:3").step == 12 && parse_drill("12:3").point == 3));
-  for (const char* text : {"", "12", "12:", ":3", "0:3", "12:0", "12:3x", "12:-3", "9223372036854775808:1"}) {
-    CHECK(refusal([&] { parse_drill(text); }).find("--drill-kill-in-save") != std::string::npos);
-  }
-}
-
 TEST_CASE("a refused set is quoted on one line", "[engine][arguments]") {
   CHECK(refusal([] { parse_sets({"a\n\033[2J"}, "--sets"); }).find("\"a\\x0a\\x1b[2J\" is not") !=
         std::string::npos);

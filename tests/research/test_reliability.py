@@ -10,7 +10,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests" / "commands"))
-from parka_runs import PROGRAM, RunFolder, faulty_files, tiny_config  # noqa: E402
+from parka_runs import FLIPPING_PROGRAM, PROGRAM, RunFolder, faulty_files, tiny_config  # noqa: E402
 
 FOLDER = ROOT / "scripts" / "research"
 SCRIPTS = ("checkpoint_cost.py", "resume_time.py", "flip_drill.py", "sdc_cost.py")
@@ -131,8 +131,8 @@ write_metrics(seconds)
     def test_flips(self):
         """Of each target another outcome: found in time; found, but saved; missed; no bit of the state changed; failed."""
         program = self.made_up("""
-drill = sys.argv[sys.argv.index("--drill") + 1].split(":") if "--drill" in sys.argv else ["flip", "none", "0", "0", "0"]
-target, at = drill[1], int(drill[2])
+flip = os.environ.get("FLIP", "none:0:0:0").split(":")
+target, at = flip[0], int(flip[1])
 for step in range(3, steps + 1, 3):
     if target == "weight" and step >= at:
         sys.exit(print(f"parka: error: silent data corruption in step {at + 1} on rank 0: x") or 6)
@@ -153,10 +153,10 @@ for step in range(3, steps + 1, 3):
 
     def test_flips_that_are_found_late_and_runs_that_fail(self):
         program = self.made_up("""
-drill = sys.argv[sys.argv.index("--drill") + 1].split(":") if "--drill" in sys.argv else []
-if drill and drill[1] == "weight":
-    sys.exit(print(f"parka: error: silent data corruption in step {int(drill[2]) + 3} on rank 0: x") or 6)
-if drill:
+flip = os.environ.get("FLIP", "").split(":")
+if flip[0] == "weight":
+    sys.exit(print(f"parka: error: silent data corruption in step {int(flip[1]) + 3} on rank 0: x") or 6)
+if flip[0]:
     sys.exit(print("parka: error: loss is not finite") or 3)
 write_checkpoint(steps, "good")
 """)
@@ -221,7 +221,7 @@ class OnTheCpu(Scripts):
         self.assertEqual(self.script("resume_time.py", PROGRAM, "--make", "--folder", self.path("runs"))["step"], 1)
 
     def test_flips(self):
-        report = self.script("flip_drill.py", PROGRAM, "--flips", "8", "--jobs", "2", "--steps", "6", "--quiet-steps", "50")
+        report = self.script("flip_drill.py", FLIPPING_PROGRAM, "--flips", "8", "--jobs", "2", "--steps", "6", "--quiet-steps", "50")
         self.assertEqual([flip["target"] for flip in report["flips"]], 2 * ["weight", "moment", "gradient", "gemm"])
         self.assertEqual((report["figures"]["sdc.found_percent"], report["figures"]["sdc.bad_states_saved"]), (100, 0))
         self.assertGreater(report["counted"], 0)

@@ -21,7 +21,7 @@ sys.path[:0] = [str(Path(__file__).resolve().parent), *(str(ROOT / "tests" / fol
 from followed_run import (SCRIPTS, FollowTest, attention_record, has_package, moments_record, quantization_record,  # noqa: E402
                           start_record, train_record, warning_record)
 from needed_tools import skip_without  # noqa: E402
-from parka_runs import RunFolder, tiny_config  # noqa: E402
+from parka_runs import RunFolder, killed_in_save, tiny_config  # noqa: E402
 
 import follow  # noqa: E402
 import run_tail  # noqa: E402
@@ -493,7 +493,7 @@ class RealRun(RunFolder):
         follower = subprocess.Popen([sys.executable, SCRIPTS / "follow.py", run, "--tensorboard", out, "--interval", "0.02"],
                                     stderr=subprocess.DEVNULL)
         try:
-            killed = self.train(config, "--drill-kill-in-save", "30:1")
+            killed = self.train(config, env=killed_in_save(30))
             self.assertEqual(killed.returncode, -signal.SIGKILL, killed.stderr)
             until = time.monotonic() + 30
             while time.monotonic() < until and all(event.step <= 20 for event in events_that_grow(out / "run")):

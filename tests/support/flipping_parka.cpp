@@ -139,7 +139,9 @@ void __wrap__ZN5parka4gemmERNS_6DeviceERKNS_4GemmE(Device& device, const Gemm& a
   if (stepping == nullptr || !flip.hits("gemm", step_under_way(), this_rank)) return;
   const auto of_micro_batch = static_cast<uint64_t>(9 * stepping->config().model.num_layers);
   const auto chosen = static_cast<int64_t>(flip.draw(0) % of_micro_batch);
-  if (num_gemms++ == chosen) flip_one_of({{"the output of a matrix product", a.out}});
+  if (num_gemms++ != chosen) return;
+  const auto bit = static_cast<int64_t>(flip.draw(1) >> 8) % (8 * a.out.bytes());
+  flip_bit("the output of a matrix product", a.out, bit);
 }
 
 }  // extern "C"

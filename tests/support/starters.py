@@ -45,15 +45,15 @@ def environment(**variables):
             "HWLOC_HIDE_ERRORS": "2", "HWLOC_COMPONENTS": "-gl", **variables}
 
 
-def run(size, program, starter=STARTER, option="--ranks", timeout=200, **settings):
-    """Runs `size` ranks to their end, one as a program alone. Returns a subprocess.CompletedProcess, whose output is that of mpirun,
+def run(size, program, starter=STARTER, option="--ranks", timeout=200, variables=None, **settings):
+    """Runs `size` ranks to their end, one as a program alone, with `variables` in their environment. Returns a subprocess.CompletedProcess, whose output is that of mpirun,
     then that of rank 0, 1, ...: mpirun hands lines on in pieces, and those of one rank may come within a line of another."""
     command_line = command(size, program, starter, option) if size > 1 else program
     with tempfile.TemporaryDirectory() as folder:
         of_mpirun = size > 1 and starter == "mpirun"
         if of_mpirun:
             command_line[1:1] = ["--output-filename", f"{folder}:nocopy"]
-        result = subprocess.run(command_line, env=environment(), text=True, capture_output=True, timeout=timeout, check=False, **settings)
+        result = subprocess.run(command_line, env=environment(**(variables or {})), text=True, capture_output=True, timeout=timeout, check=False, **settings)
         for name in ("stdout", "stderr") if of_mpirun else ():
             for path in sorted(glob.glob(os.path.join(folder, "*", "rank.*", name))):
                 with open(path, encoding="utf-8") as file:

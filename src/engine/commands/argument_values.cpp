@@ -110,17 +110,4 @@ std::string without_gigabytes(const std::string& text) {
   return text;
 }
 
-DrillPoint parse_drill(const std::string& text) {
-  DrillPoint drill;
-  const char* const end = text.data() + text.size();
-  const auto [colon, step_error] = std::from_chars(text.data(), end, drill.step);
-  const bool has_colon = step_error == std::errc() && colon != end && *colon == ':';
-  const char* const point_text = has_colon ? colon + 1 : end;
-  const auto [rest, point_error] = std::from_chars(point_text, end, drill.point);
-  if (!has_colon || point_error != std::errc() || rest != end || drill.step < 1 || drill.point < 1) {
-    throw_bad_input("--drill-kill-in-save: expected STEP:POINT, two numbers from 1, got \"{}\"", printable(text));
-  }
-  return drill;
-}
-
 }  // namespace parka

@@ -24,10 +24,4 @@ int64_t parse_byte_size(const std::string& text);
 // unchanged.
 std::string without_gigabytes(const std::string& text);
 
-// --drill-kill-in-save: "STEP:POINT", two numbers from 1.
-struct DrillPoint {
-  int64_t step = 0, point = 0;
-};
-DrillPoint parse_drill(const std::string& text);
-
 }  // namespace parka

@@ -91,7 +91,7 @@ void add_started_ranks(CLI::App& command, StartedRanks& started) {
   gpus.excludes(&ranks);
 }
 
-void add_train(CLI::App& app, TrainOptions& options, std::string& drill) {
+void add_train(CLI::App& app, TrainOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "train", "Train a model. Resumes from the newest good checkpoint in checkpoint.folder if there is one.");
   add_config_options(command, options.config_path, options.overrides);
@@ -107,18 +107,6 @@ void add_train(CLI::App& app, TrainOptions& options, std::string& drill) {
       "--convert-states", options.convert_states,
       "Resume although the config has other formats of masters and moments (optimizer.states, master, ...) than the "
       "checkpoint, which are rounded to these");
-  command
-      .add_option(
-          "--drill-kill-in-save", drill,
-          "Fault drill: SIGKILL this process at the POINT-th file operation of saving step STEP, to show that the "
-          "run survives it (CONTRIBUTING.md)")
-      ->type_name("STEP:POINT");
-  command
-      .add_option(
-          "--drill", options.drill,
-          "Drill of the checks for silent data corruption: flip one bit of a weight, moment, gradient or matrix "
-          "product (gemm), in step STEP on rank RANK (docs/reliability.md)")
-      ->type_name("flip:TARGET:STEP[:RANK[:SEED]]");
 }
 
 // Options of what `plan` knows about links between GPUs; see docs/scaling.md.
@@ -479,7 +467,7 @@ struct CommandLine {
   DataOptions data;
   ConfigOptions config;
   VersionOptions version;
-  std::string drill, shell;
+  std::string shell;
 };
 
 void add_all(CLI::App& app, CommandLine& line) {
@@ -490,7 +478,7 @@ void add_all(CLI::App& app, CommandLine& line) {
   app.footer(kFooter);
   app.add_option("--threads", line.threads, "CPU threads, at most 4 for each core; 0: one for each core")
       ->check(CLI::Range(0, 4096));
-  add_train(app, line.train, line.drill);
+  add_train(app, line.train);
   add_plan(app, line.plan);
   add_eval(app, line.eval);
   add_generate(app, line.generate);
@@ -543,11 +531,6 @@ int parse_and_run(int argc, char** argv) {
   }
   set_num_threads(line.threads);
   line.train.command_line = fmt::format("{}", fmt::join(argv, argv + argc, " "));
-  if (!line.drill.empty()) {
-    const DrillPoint killed_at = parse_drill(line.drill);
-    line.train.drill_step = killed_at.step;
-    line.train.drill_point = killed_at.point;
-  }
   return run_command(app, line);
 }
 

@@ -26,9 +26,6 @@ struct TrainOptions {
   bool must_be_new = false;         // refuse to start where checkpoints exist
   bool accept_mended_data = false;  // resume with files of data.train that hold other bytes
   bool convert_states = false;      // resume with other formats of masters and moments
-  int64_t drill_step = 0;           // fault drill: SIGKILL while the checkpoint of this step is written...
-  int64_t drill_point = 0;          // ...at this file-system operation, counted from 1; see CONTRIBUTING.md
-  std::string drill = {};           // drill of silent data corruption, see FlipDrill; empty: none
   std::string command_line = {};    // as it was given, for the record of the start
 };
 int run_train(const TrainOptions& options);

@@ -83,7 +83,6 @@ class TrainCommand {
                     [this] { launch_.watchdog().at(run_.completed_steps(), "evaluation"); }),
         saver_(run_, *communicator_, config.checkpoint, save_options()) {
     run_.set_place(place());
-    if (!options.drill.empty()) run_.set_flip_drill(checked_drill());
   }
 
   int train() {
@@ -137,16 +136,6 @@ class TrainCommand {
 
   bool is_first() const { return communicator_->rank() == 0; }
 
-  // A drill that never takes place would look like one that no check has noticed.
-  FlipDrill checked_drill() const {
-    const FlipDrill drill = parse_flip_drill(options_.drill);
-    if (drill.rank >= communicator_->size() || drill.step > config_.training.steps) {
-      throw_bad_input("--drill {}: the run has {} ranks, counted from 0, and {} steps; name one of each",
-                      options_.drill, communicator_->size(), config_.training.steps);
-    }
-    return drill;
-  }
-
   std::string place() const {
     const std::string device = gpu_ < 0 ? device_->name() : fmt::format("{} {}", device_->name(), gpu_);
     return fmt::format("rank {} ({}, {})", communicator_->rank(), launch_.host(), device);
@@ -182,14 +171,6 @@ class TrainCommand {
     };
     options.check_folder = [this] { lock_.require_ours(); };
     options.before_publish = [this] { sync_metrics(); };
-    if (options_.drill_step > 0 && is_first()) {
-      // The fault drill of CONTRIBUTING.md: die as if the power went, at a chosen point of a chosen save.
-      options.observer = [step_name = fmt::format("step_{:08}", options_.drill_step), left = options_.drill_point,
-                          armed = false](std::string_view point) mutable {
-        armed = armed || point.find(step_name) != std::string_view::npos;
-        if (armed && --left <= 0) kill(getpid(), SIGKILL);
-      };
-    }
     return options;
   }
 

@@ -1,4 +1,4 @@
-// What a TrainingRun does to notice silent data corruption, and to drill it.
+// What a TrainingRun does to notice silent data corruption.
 #include <cstring>
 #include <utility>
 
@@ -31,31 +31,6 @@ void TrainingRun::watch_state() {
   }
 }
 
-bool TrainingRun::drills(FlipDrill::Target target, int64_t step) const {
-  return drill_ && drill_->target == target && drill_->step == step && drill_->rank == communicator_.rank();
-}
-
-void TrainingRun::flip_gradient() {
-  std::vector<NamedTensor> gradients;
-  const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (!parameters[i].trainable) continue;
-    gradients.push_back({parameters[i].name + ".gradient", declared_.optimizer.gradients()[i]});
-  }
-  flip_one_of(device_, gradients, *drill_);
-}
-
-void TrainingRun::flip_state(FlipDrill::Target target) {
-  const bool weights = target == FlipDrill::Target::kWeight;
-  std::vector<NamedTensor> tensors;
-  for (const WatchedTensor& watched : watched_) {
-    const ParameterInfo& parameter = declared_.model.parameters().all[watched.tensor.parameter];
-    const bool is_weight = parameter.is_coded() || watched.tensor.name == parameter.name;
-    if (is_weight == weights) tensors.push_back(watched.tensor);
-  }
-  if (!tensors.empty()) flip_one_of(device_, tensors, *drill_);
-}
-
 // A micro-batch whose gradients are hashed before anything is done with them, by the hooks where ranks exchange
 // them at once and behind the micro-batch otherwise. The loss is hashed behind them.
 void TrainingRun::queue_hashed(Table table, const Model::Batch& batch, const Model::LossOptions& options,
@@ -63,31 +38,16 @@ void TrainingRun::queue_hashed(Table table, const Model::Batch& batch, const Mod
   const IntegrityChecks& checks = declared_.checks;
   const Optimizer& optimizer = declared_.optimizer;
   const size_t num_parameters = optimizer.gradients().size();
-  const bool flips = table == Table::kFirstGradients && drills(FlipDrill::Target::kGradient, completed_steps_ + 1);
   const auto hash_gradient = [&](size_t i) { checks.hash_one(device_, table, i, optimizer.gradients()[i]); };
   checks.clear(device_, table);
   const bool by_hooks = queue_.takes_gradients(place);
   if (by_hooks) {
-    queue_.on_gradient([&](int parameter) {
-      // The bit is flipped in the gradient of the head, which is complete first, or of the last parameter that is
-      // trained: of divided gradients no others are kept.
-      const ParameterTable& table = declared_.model.parameters();
-      const bool trains_head = table.is_trainable(table.head);
-      if (flips && parameter == (trains_head ? table.head : table.trained().back())) {
-        flip_one_of(
-            device_,
-            {{trains_head ? "the head's gradient" : table.all[static_cast<size_t>(parameter)].name + ".gradient",
-              optimizer.gradients()[static_cast<size_t>(parameter)]}},
-            *drill_);
-      }
-      hash_gradient(static_cast<size_t>(parameter));
-    });
+    queue_.on_gradient([&](int parameter) { hash_gradient(static_cast<size_t>(parameter)); });
   }
   queue_.micro_batch(batch, options, place, with_telemetry);
   if (by_hooks) {
     queue_.on_gradient({});
   } else {
-    if (flips) flip_gradient();
     for (size_t i = 0; i < num_parameters; ++i) hash_gradient(i);
   }
   checks.hash_one(device_, table, num_parameters, options.loss_sum);
@@ -97,18 +57,8 @@ void TrainingRun::queue_replayed(const Model::Batch& batch, const Model::LossOpt
                                  const ParameterExchange::Place& place, bool with_telemetry,
                                  std::vector<PendingComparison>& comparisons) {
   const IntegrityChecks& checks = declared_.checks;
-  const int64_t step = completed_steps_ + 1;
-  std::unique_ptr<BitFlip> fault;
-  if (drills(FlipDrill::Target::kGemm, step)) fault = make_gemm_flip(*drill_, 9 * config_.model.num_layers);
-  device_.set_op_fault(fault.get());
-  if (!checks.replay_is_due(step)) {  // a drill of what no check sees
-    queue_hashed(Table::kFirstGradients, batch, options, place, with_telemetry);
-    device_.set_op_fault(nullptr);
-    return;
-  }
   queue_.hold_update();
   queue_hashed(Table::kFirstGradients, batch, options, place, /*with_telemetry=*/false);
-  device_.set_op_fault(nullptr);
   device_.fill_zero(options.loss_sum.data, options.loss_sum.bytes());
   queue_hashed(Table::kSecondGradients, batch, options, place, with_telemetry);
   std::vector<std::string> names;
@@ -159,9 +109,6 @@ void TrainingRun::after_update(UnfinishedStep& step) {
   if (watches || compares) hash_state(Table::kUpdated);
   if (watches) hashed_step_ = completed_steps_;
   if (compares) step.replicas = declared_.checks.read_later(device_, Table::kUpdated);
-  for (const auto target : {FlipDrill::Target::kWeight, FlipDrill::Target::kMoment}) {
-    if (drills(target, completed_steps_)) flip_state(target);
-  }
 }
 
 void TrainingRun::compare_replicas(const void* hashes, int64_t step) {

@@ -322,8 +322,7 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry, std::vector<PendingCom
         batch.images.pixels.data(),
         batch.images.positions.data()};
     const Model::LossOptions options = queue_.loss_options(num_targets);
-    const bool drilled = drills(FlipDrill::Target::kGradient, step) || drills(FlipDrill::Target::kGemm, step);
-    if (place.is_first && (declared_.checks.replay_is_due(step) || drilled)) {
+    if (place.is_first && declared_.checks.replay_is_due(step)) {
       queue_replayed(on_host, options, place, with_telemetry, comparisons);
     } else {
       queue_.micro_batch(on_host, options, place, with_telemetry);

@@ -20,7 +20,6 @@
 #include "engine/evaluation/evaluation.h"
 #include "engine/evaluation/task_evaluation.h"
 #include "engine/step/declared_run.h"
-#include "engine/step/flip_drill.h"
 #include "engine/step/integrity.h"
 #include "engine/step/parameter_exchange.h"
 #include "engine/step/step_queue.h"
@@ -107,7 +106,6 @@ class TrainingRun {
 
   // How messages name this rank's place: "rank 1 (node2, NVIDIA H200)".
   void set_place(std::string place) { place_ = std::move(place); }
-  void set_flip_drill(const FlipDrill& drill) { drill_ = drill; }
   // Why the data of the next step cannot be read; null where it can. Waits until that is known.
   std::exception_ptr data_failure() const { return loader_->failure_within(micro_batches_per_step()); }
 
@@ -182,9 +180,6 @@ class TrainingRun {
                       std::vector<PendingComparison>& comparisons);
   void queue_hashed(IntegrityChecks::Table table, const Model::Batch& batch, const Model::LossOptions& options,
                     const ParameterExchange::Place& place, bool with_telemetry);
-  bool drills(FlipDrill::Target target, int64_t step) const;
-  void flip_gradient();
-  void flip_state(FlipDrill::Target target);
   void hash_state(IntegrityChecks::Table table) const;
   void hash_unchanged(size_t parameter) const;
   bool state_is_watched_at(int64_t step) const;
@@ -250,7 +245,6 @@ class TrainingRun {
   std::vector<WatchedTensor> watched_;
   nlohmann::json base_;       // describe_base() of the checkpoint that frozen weights are in; null: they are saved
   int64_t hashed_step_ = -1;  // after whose update Table::kUpdated was taken, to be compared
-  std::optional<FlipDrill> drill_;
   std::unique_ptr<StagingBuffer> staging_;
   std::vector<size_t>
       last_staged_;  // by parameter: the last of its tensors in the buffer; empty: nothing is staged

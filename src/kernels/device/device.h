@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "core/tensor.h"
-#include "kernels/device/op_fault.h"
 #include "kernels/device/op_timer.h"
 
 namespace parka {
@@ -176,17 +175,12 @@ class Device {
   // Where ops are told to instead of being run; nullptr: they are run.
   OpRecorder* op_recorder() const { return op_recorder_; }
 
-  // From now on `fault` is called after every op, and nothing is replayed, until it is set to nullptr.
-  void set_op_fault(OpFault* fault) { op_fault_ = fault; }
-  OpFault* op_fault() const { return op_fault_; }
-
   // Whether the op of this name, a matrix product of so many numbers and what reads it, is better one kernel here.
   virtual bool fuses(std::string_view /*op*/, int64_t /*numbers*/) const { return false; }
 
  protected:
   OpTimer* op_timer_ = nullptr;
   OpRecorder* op_recorder_ = nullptr;
-  OpFault* op_fault_ = nullptr;
   StepSection section_ = StepSection::kNone;
 };
 

@@ -20,11 +20,4 @@ bool has_tensor_scale(const ScaledView& t) { return !t.empty() && t.scaling == S
 
 OpCost moved(double bytes, const TensorView& shape) { return {bytes, 0.0, shape_of(shape)}; }
 
-TensorView first_given(std::initializer_list<TensorView> tensors) {
-  for (const TensorView& tensor : tensors) {
-    if (!tensor.empty()) return tensor;
-  }
-  return {};
-}
-
 }  // namespace parka

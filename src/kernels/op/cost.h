@@ -27,6 +27,4 @@ bool has_tensor_scale(const ScaledView& t);  // and is given
 // Of an op that computes no matrix product.
 OpCost moved(double bytes, const TensorView& shape);
 
-TensorView first_given(std::initializer_list<TensorView> tensors);  // empty where none is
-
 }  // namespace parka

@@ -14,10 +14,6 @@ void run_op(Device& device, const char* op, const Args& args, const Run& run) {
   if (timer) timer->begin(op, cost_of(args));
   run();
   if (timer) timer->end();
-  if (OpFault* fault = device.op_fault()) {
-    const TensorView output = output_of(args);
-    if (output.numel() > 0) fault->after(device, op, output);
-  }
 }
 
 }  // namespace parka

@@ -3,7 +3,7 @@
 #include "kernels/device/op_timer.h"
 
 // What an op consists of, each in one place: `struct Args` with its tensors, whose header says the formula, shapes
-// and formats (ops/<op>.h); its checks, cost and output (ops/<op>.cpp); the reference (cpu/<op>.cpp); the kernel
+// and formats (ops/<op>.h); its checks and cost (ops/<op>.cpp); the reference (cpu/<op>.cpp); the kernel
 // (cuda/<folder>/<op>.cu).
 namespace parka {
 class Device;
@@ -21,13 +21,9 @@ int64_t workspace_of(const Args&) {
 //   cpu::name, cuda::name   the implementations, whose arguments have been checked and have elements to work on
 //   cost_of(args)           what must move and be computed, tensors that are not given left out. What is changed in
 //                           place counts as read and written; what a tensor-wide FP8 scale is found from, twice
-//   output_of(args)         the tensor that the op writes; of several the one that the next op of a step reads, of
-//                           quantized ones the codes, the transposed ones where no others are wanted. Empty where
-//                           the op leaves nothing
 #define PARKA_OP(name, Args)                         \
   void name(Device& device, const Args& a);          \
   OpCost cost_of(const Args& a);                     \
-  TensorView output_of(const Args& a);               \
   namespace cpu {                                    \
   void name(::parka::Device& device, const Args& a); \
   }                                                  \

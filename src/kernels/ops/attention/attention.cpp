@@ -100,14 +100,12 @@ void attention_statistics(Device& device, const AttentionStatistics& a) {
 OpCost cost_of(const AttentionForward& a) {
   return {all_bytes(a.qkv, a.out, a.lse), attention_flop(a), shape_with_mask(a), Products::kAttentionForward};
 }
-TensorView output_of(const AttentionForward& a) { return a.out; }
 int64_t workspace_of(const AttentionForward&) { return cuda::kAttentionForwardWorkspaceBytes; }
 
 OpCost cost_of(const AttentionBackward& a) {
   return {all_bytes(a.qkv, a.out, a.d_out, a.lse, a.cos_sin, a.d_qkv), 2.5 * attention_flop(a), shape_with_mask(a),
           Products::kAttentionBackward};
 }
-TensorView output_of(const AttentionBackward& a) { return a.d_qkv; }
 int64_t workspace_of(const AttentionBackward& a) {
   return cuda::attention_backward_workspace_bytes(a.qkv.dim[0], a.num_heads);
 }
@@ -116,7 +114,6 @@ OpCost cost_of(const AttentionStatistics& a) {
   const double share = static_cast<double>(a.rows) / static_cast<double>(std::max<int64_t>(a.qkv.dim[0], 1));
   return moved(share * all_bytes(a.qkv, a.out, a.d_out, a.lse) + all_bytes(a.totals), a.out);
 }
-TensorView output_of(const AttentionStatistics& a) { return a.totals; }
 int64_t workspace_of(const AttentionStatistics&) { return cuda::kAttentionStatisticsWorkspaceBytes; }
 
 }  // namespace parka

@@ -52,7 +52,6 @@ OpCost cost_of(const CacheAppend& a) {
   const double heads = static_cast<double>(a.num_heads + 2 * a.num_kv_heads);
   return moved(2 * bytes_of(a.qkv) * 2.0 * static_cast<double>(a.num_kv_heads) / heads, a.qkv);
 }
-TensorView output_of(const CacheAppend& a) { return a.cache; }
 
 // As if every row had the most keys: positions are on the device.
 OpCost cost_of(const AttentionDecode& a) {
@@ -61,7 +60,6 @@ OpCost cost_of(const AttentionDecode& a) {
   return {2 * bytes_of(a.out) + static_cast<double>(a.qkv.dim[0]) * keys * key_bytes,
           4.0 * static_cast<double>(a.out.numel()) * keys, shape_of(a.out)};
 }
-TensorView output_of(const AttentionDecode& a) { return a.out; }
 int64_t workspace_of(const AttentionDecode& a) {
   const int64_t D = a.qkv.dim[1] / (a.num_heads + 2 * a.num_kv_heads);
   return cuda::attention_decode_workspace_bytes(a.qkv.dim[0], a.num_heads, D, most_keys(a));

@@ -124,6 +124,5 @@ OpCost cost_of(const RopeForward& a) {
   if (!a.saved.empty()) return moved(2 * bytes_of(a.qkv) + bytes_of(a.saved), a.qkv);
   return moved(2 * rotated_bytes(a.qkv, a.num_heads, a.num_kv_heads), a.qkv);
 }
-TensorView output_of(const RopeForward& a) { return a.qkv; }
 
 }  // namespace parka

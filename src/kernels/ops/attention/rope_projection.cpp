@@ -29,7 +29,6 @@ OpCost cost_of(const RopeProjection& a) {
   cost.bytes += cost_of(a.rope).bytes - 2 * bytes_of(a.projection.out);
   return cost;
 }
-TensorView output_of(const RopeProjection& a) { return output_of(a.rope); }
 int64_t workspace_of(const RopeProjection& a) { return workspace_of(a.projection); }
 
 bool suits_one_kernel(const RopeProjection& a) {

@@ -24,10 +24,8 @@ void bias_backward(Device& device, const BiasBackward& a) {
 }
 
 OpCost cost_of(const BiasForward& a) { return moved(bytes_of(a.bias) + 2 * bytes_of(a.x), a.x); }
-TensorView output_of(const BiasForward& a) { return a.x; }
 
 OpCost cost_of(const BiasBackward& a) { return moved(bytes_of(a.d_y) + 2 * bytes_of(a.d_bias), a.d_y); }
-TensorView output_of(const BiasBackward& a) { return a.d_bias; }
 int64_t workspace_of(const BiasBackward& a) {
   return cuda::bias_backward_workspace_bytes(a.d_y.dim[0], a.d_y.dim[1]);
 }

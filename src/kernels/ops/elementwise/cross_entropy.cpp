@@ -46,10 +46,6 @@ OpCost cost_of(const CrossEntropy& a) {
                    all_bytes(a.targets, a.loss, a.z_loss_value, a.d_logits, a.d_logits_t),
                a.logits);
 }
-// The losses where no gradient is wanted.
-TensorView output_of(const CrossEntropy& a) {
-  return a.write_gradient ? first_given({a.d_logits.data, a.d_logits_t.data, a.logits}) : a.loss;
-}
 int64_t workspace_of(const CrossEntropy& a) {
   return has_codes(a) ? cuda::cross_entropy_workspace_bytes(a.logits.dim[0]) : 0;
 }

@@ -65,7 +65,6 @@ std::vector<TokenRow> embedding_order(const int32_t* ids, int64_t T, int64_t voc
 }
 
 OpCost cost_of(const EmbeddingForward& a) { return moved(bytes_of(a.ids) + 2 * bytes_of(a.out), a.out); }
-TensorView output_of(const EmbeddingForward& a) { return a.out; }
 
 // Every row of d_out may have an id of its own, whose row of d_table is then read and written.
 OpCost cost_of(const EmbeddingBackward& a) {
@@ -73,15 +72,12 @@ OpCost cost_of(const EmbeddingBackward& a) {
   const double row_bytes = static_cast<double>(a.d_table.dim[1] * size_of(a.d_table.dtype));
   return moved(all_bytes(a.order, a.d_out) + 2 * rows * row_bytes, a.d_out);
 }
-TensorView output_of(const EmbeddingBackward& a) { return a.d_table; }
 int64_t workspace_of(const EmbeddingBackward& a) {
   return cuda::embedding_backward_workspace_bytes(a.d_out.dim[0], a.d_out.dim[1]);
 }
 
 OpCost cost_of(const ScatterRows& a) { return moved(bytes_of(a.positions) + 2 * bytes_of(a.x), a.x); }
-TensorView output_of(const ScatterRows& a) { return a.out; }
 
 OpCost cost_of(const GatherRows& a) { return moved(bytes_of(a.positions) + 2 * bytes_of(a.out), a.out); }
-TensorView output_of(const GatherRows& a) { return a.out; }
 
 }  // namespace parka

@@ -34,12 +34,10 @@ void mix_backward(Device& device, const MixBackward& a) {
 OpCost cost_of(const MixForward& a) {
   return moved(all_bytes(a.c, a.x, a.residual, a.branch, a.out, a.difference), a.x);
 }
-TensorView output_of(const MixForward& a) { return a.out; }
 
 OpCost cost_of(const MixBackward& a) {
   return moved(all_bytes(a.c, a.difference, a.d_out, a.d_x, a.d_y) + 2 * bytes_of(a.d_c), a.d_out);
 }
-TensorView output_of(const MixBackward& a) { return first_given({a.d_y, a.d_x, a.d_c}); }
 int64_t workspace_of(const MixBackward& a) {
   return a.d_c.empty() ? 0 : cuda::mix_backward_workspace_bytes(a.d_out.numel());
 }

@@ -17,6 +17,5 @@ void pool_channels(Device& device, const PoolChannels& a) {
 }
 
 OpCost cost_of(const PoolChannels& a) { return moved(all_bytes(a.x, a.out), a.x); }
-TensorView output_of(const PoolChannels& a) { return a.out; }
 
 }  // namespace parka

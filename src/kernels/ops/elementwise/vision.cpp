@@ -82,22 +82,17 @@ void space_to_channel_backward(Device& device, const SpaceToChannelBackward& a) 
 }
 
 OpCost cost_of(const GatherPatches& a) { return moved(all_bytes(a.pixels, a.patches), a.patches); }
-TensorView output_of(const GatherPatches& a) { return a.patches; }
 
 OpCost cost_of(const PositionsForward& a) {
   return moved(all_bytes(a.x, a.positions, a.class_token, a.out), a.out);
 }
-TensorView output_of(const PositionsForward& a) { return a.out; }
 
 OpCost cost_of(const PositionsBackward& a) {
   return moved(all_bytes(a.d_out, a.d_x) + 2 * all_bytes(a.d_positions, a.d_class_token), a.d_out);
 }
-TensorView output_of(const PositionsBackward& a) { return first_given({a.d_x, a.d_positions, a.d_class_token}); }
 
 OpCost cost_of(const SpaceToChannelForward& a) { return moved(all_bytes(a.x, a.out), a.x); }
-TensorView output_of(const SpaceToChannelForward& a) { return a.out; }
 
 OpCost cost_of(const SpaceToChannelBackward& a) { return moved(2 * bytes_of(a.d_x), a.d_x); }
-TensorView output_of(const SpaceToChannelBackward& a) { return a.d_x; }
 
 }  // namespace parka

@@ -95,7 +95,6 @@ OpCost cost_of(const Gemm& a) {
                       a.b_transposed ? "T" : "N", name_of(a.out.dtype), a.accumulate ? kOntoOutput : ""),
           Products::kGemm};
 }
-TensorView output_of(const Gemm& a) { return a.out; }
 int64_t workspace_of(const Gemm& a) {
   // Other products of scaled operands leave the scales where they are.
   if (a.a.scaling != Scaling::kGroup && a.a.scaling != Scaling::kBlock) return cuda::kGemmWorkspaceBytes;

@@ -109,7 +109,6 @@ OpCost cost_of(const NormForward& a) {
                    (read_twice(a.y) ? again : 0.0),
                a.residual);
 }
-TensorView output_of(const NormForward& a) { return a.y.data; }
 int64_t workspace_of(const NormForward& a) {
   return has_tensor_scale(a.y) || has_tensor_scale(a.y_t) ? cuda::kAmaxWorkspaceBytes : 0;
 }
@@ -117,7 +116,6 @@ int64_t workspace_of(const NormForward& a) {
 OpCost cost_of(const NormRecompute& a) {
   return moved(all_bytes(a.x, a.weight, a.bias, a.mean, a.rstd, a.y, a.y_t), a.x.data);
 }
-TensorView output_of(const NormRecompute& a) { return first_given({a.y.data, a.y_t.data}); }
 
 OpCost cost_of(const NormBackward& a) {
   return moved(all_bytes(a.x, a.weight, a.mean, a.rstd, a.d_y, a.d_residual, a.d_residual_out, a.d_quantized,
@@ -126,7 +124,6 @@ OpCost cost_of(const NormBackward& a) {
                    (read_twice(a.d_quantized, a.d_quantized_t) ? bytes_of(a.d_residual_out) : 0.0),
                a.d_y);
 }
-TensorView output_of(const NormBackward& a) { return a.d_residual_out; }
 int64_t workspace_of(const NormBackward& a) {
   const bool finds_amax = has_tensor_scale(a.d_quantized) || has_tensor_scale(a.d_quantized_t);
   if (!has_weight(a.kind) && !finds_amax) return 0;

@@ -93,7 +93,6 @@ void qk_norm_backward(Device& device, const QkNormBackward& a) {
 OpCost cost_of(const QkNormRopeForward& a) {
   return moved(bytes_of(a.x) + bytes_of(a.saved) + all_bytes(a.out, a.q_weight, a.k_weight, a.rstd), a.out);
 }
-TensorView output_of(const QkNormRopeForward& a) { return a.out; }
 
 OpCost cost_of(const QkNormBackward& a) {
   const double share = normalized_share(a.num_heads, a.num_kv_heads);
@@ -103,7 +102,6 @@ OpCost cost_of(const QkNormBackward& a) {
                    2 * all_bytes(a.d_q_weight, a.d_k_weight),
                a.d_qkv);
 }
-TensorView output_of(const QkNormBackward& a) { return a.d_qkv; }
 int64_t workspace_of(const QkNormBackward& a) {
   return cuda::norm_backward_workspace_bytes(a.q_weight.dim[0] + a.k_weight.dim[0]);
 }

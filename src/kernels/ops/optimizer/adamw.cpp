@@ -119,7 +119,6 @@ OpCost cost_of(const AdamwStep& a) {
                    2 * bytes_of(a.exp_avg) + 2 * bytes_of(a.exp_avg_sq),
                a.weight);
 }
-TensorView output_of(const AdamwStep& a) { return a.weight; }
 
 OpCost cost_of(const AdamwSteps& a) {
   OpCost cost;
@@ -127,12 +126,9 @@ OpCost cost_of(const AdamwSteps& a) {
   cost.shape = fmt::format("{} tensors", a.steps.size());
   return cost;
 }
-TensorView output_of(const AdamwSteps& a) { return a.steps.back().weight; }
 
 OpCost cost_of(const MomentEncode& a) { return moved(bytes_of(a.values) + bytes_of(a.moment), a.values); }
-TensorView output_of(const MomentEncode& a) { return a.moment.values; }
 
 OpCost cost_of(const MomentDecode& a) { return moved(bytes_of(a.values) + bytes_of(a.moment), a.values); }
-TensorView output_of(const MomentDecode& a) { return a.values; }
 
 }  // namespace parka

@@ -46,7 +46,6 @@ OpCost cost_of(const SumOfSquares& a) {
   cost.shape = fmt::format("{} tensors", a.parts.size());
   return cost;
 }
-TensorView output_of(const SumOfSquares& a) { return a.result; }
 int64_t workspace_of(const SumOfSquares& a) {
   int64_t pieces = 0;
   for (const TensorView& part : a.parts) pieces += cuda::sum_of_squares_pieces(part.numel());
@@ -54,9 +53,7 @@ int64_t workspace_of(const SumOfSquares& a) {
 }
 
 OpCost cost_of(const ClipCoefficient& a) { return moved(0.0, a.coefficient); }
-TensorView output_of(const ClipCoefficient& a) { return a.coefficient; }
 
 OpCost cost_of(const AddSum& a) { return moved(bytes_of(a.x), a.x); }
-TensorView output_of(const AddSum& a) { return a.total; }
 
 }  // namespace parka

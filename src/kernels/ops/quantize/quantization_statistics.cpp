@@ -42,12 +42,10 @@ OpCost cost_of(const QuantizationStatistics& a) {
   const double read = static_cast<double>(a.q.data.numel() * size_of(a.x.dtype));
   return moved(read + all_bytes(a.q, a.totals), a.q.data);
 }
-TensorView output_of(const QuantizationStatistics& a) { return a.totals; }
 int64_t workspace_of(const QuantizationStatistics&) { return cuda::kStatisticsWorkspaceBytes; }
 
 OpCost cost_of(const MomentStatistics& a) {
   return moved(all_bytes(a.moment.amax, a.moment.exponent, a.counts, a.amax), a.moment.amax);
 }
-TensorView output_of(const MomentStatistics& a) { return a.counts; }
 
 }  // namespace parka

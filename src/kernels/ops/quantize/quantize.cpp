@@ -43,7 +43,6 @@ OpCost cost_of(const Quantize& a) {
   const bool finds_scale = read_twice(a.out, a.out_t) && !a.scale_given && a.amax.empty();
   return moved(all_bytes(a.x, a.out, a.out_t) + (finds_scale ? bytes_of(a.x) : 0.0), a.x.data);
 }
-TensorView output_of(const Quantize& a) { return first_given({a.out.data, a.out_t.data}); }
 int64_t workspace_of(const Quantize& a) {
   const bool has_scale = has_tensor_scale(a.out) || has_tensor_scale(a.out_t);
   return has_scale && !a.scale_given && a.amax.empty() ? cuda::kAmaxWorkspaceBytes : 0;

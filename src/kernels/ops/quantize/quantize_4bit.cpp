@@ -58,17 +58,14 @@ void dequantize_4bit(Device& device, const Dequantize4Bit& a) {
 }
 
 OpCost cost_of(const Quantize4Bit& a) { return moved(all_bytes(a.x, a.codes, a.absmax), a.x); }
-TensorView output_of(const Quantize4Bit& a) { return a.codes; }
 
 // The mean is known only when every scale has been seen.
 OpCost cost_of(const QuantizeAbsmax& a) {
   return moved(bytes_of(a.absmax) + all_bytes(a.absmax, a.map, a.codes, a.nested_absmax, a.offset), a.absmax);
 }
-TensorView output_of(const QuantizeAbsmax& a) { return a.codes; }
 
 OpCost cost_of(const Dequantize4Bit& a) {
   return moved(all_bytes(a.codes, a.absmax, a.map, a.nested_absmax, a.offset, a.out), a.out);
 }
-TensorView output_of(const Dequantize4Bit& a) { return a.out; }
 
 }  // namespace parka

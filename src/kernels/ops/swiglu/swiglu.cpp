@@ -88,7 +88,6 @@ OpCost cost_of(const SwigluForward& a) {
                    (read_twice(a.product, a.product_t) ? all_bytes(a.up_gate, a.silu) : 0.0),
                a.product.data);
 }
-TensorView output_of(const SwigluForward& a) { return a.product.data; }
 int64_t workspace_of(const SwigluForward& a) {
   return has_tensor_scale(a.product) || has_tensor_scale(a.product_t) ? cuda::kAmaxWorkspaceBytes : 0;
 }
@@ -99,9 +98,6 @@ OpCost cost_of(const SwigluBackward& a) {
   return moved(reads + (a.samples_amax ? for_amax / kAmaxSampling : for_amax) +
                    all_bytes(a.d_up_gate, a.d_up_gate_t, a.product, a.product_t),
                a.up_gate.data);
-}
-TensorView output_of(const SwigluBackward& a) {
-  return first_given({a.d_up_gate.data, a.d_up_gate_t.data, a.product.data, a.product_t.data});
 }
 int64_t workspace_of(const SwigluBackward& a) {
   if (!has_tensor_scale(a.d_up_gate) && !has_tensor_scale(a.d_up_gate_t)) return 0;

@@ -30,7 +30,6 @@ OpCost cost_of(const SwigluProjection& a) {
   cost.bytes += cost_of(a.swiglu).bytes - 2 * bytes_of(a.projection.out);
   return cost;
 }
-TensorView output_of(const SwigluProjection& a) { return output_of(a.swiglu); }
 int64_t workspace_of(const SwigluProjection& a) {
   return std::max(workspace_of(a.projection), workspace_of(a.swiglu));
 }
