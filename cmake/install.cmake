@@ -13,14 +13,9 @@ install(CODE "
   set(parka \"$<TARGET_FILE:parka>\")
   execute_process(COMMAND \${parka} man COMMAND gzip -9n OUTPUT_FILE ${texts}/parka.1.gz COMMAND_ERROR_IS_FATAL ANY)
   execute_process(COMMAND \${parka} completion bash OUTPUT_FILE ${texts}/parka COMMAND_ERROR_IS_FATAL ANY)
-  execute_process(COMMAND \${parka} completion zsh OUTPUT_FILE ${texts}/_parka COMMAND_ERROR_IS_FATAL ANY)
-  execute_process(COMMAND \${parka} completion fish OUTPUT_FILE ${texts}/parka.fish COMMAND_ERROR_IS_FATAL ANY)
 ")
 install(FILES ${texts}/parka.1.gz DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
 install(FILES ${texts}/parka DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions)
-install(FILES ${texts}/_parka DESTINATION ${CMAKE_INSTALL_DATADIR}/zsh/site-functions)     # in /usr/local
-install(FILES ${texts}/_parka DESTINATION ${CMAKE_INSTALL_DATADIR}/zsh/vendor-completions)  # of packages, on Debian
-install(FILES ${texts}/parka.fish DESTINATION ${CMAKE_INSTALL_DATADIR}/fish/vendor_completions.d)
 
 set(shared ${CMAKE_INSTALL_DATADIR}/parka)
 install(DIRECTORY configs examples DESTINATION ${shared})

@@ -360,16 +360,13 @@ class Data(DataFolder):
         self.assertEqual(self.run_config(config, ranks=2).count(warning), 1)
         self.assertIn(warning, parka("eval", self.path("run"), "--data", self.path("part.npy")).stderr)
         self.assertIn(warning, parka("data", self.path("part.npy")).stderr)
-        # Filled, it is other data until the run is told so.
+        # Filled, it is other data.
         write_tokens(self.path("part.npy"), whole // 2, seed=7)
         config["training"]["steps"] = 8
         refused = self.train(config)
         self.assertEqual(refused.returncode, 2)
-        self.assertIn("--accept-mended-data", refused.stderr)
+        self.assertIn('"part.npy" holds different bytes', refused.stderr)
         self.assertNotIn("never written", refused.stderr)
-        accepted = self.train(config, "--accept-mended-data")
-        self.assert_exit(accepted, 0)
-        self.assertIn('changed since: data.train: "part.npy" holds different bytes', accepted.stderr)
 
     def test_data_command_warns_of_several_tokenizers(self):
         config = tiny_config(self.folder)

@@ -152,23 +152,9 @@ TEST_CASE("a run refuses to go on with other data and names the file", "[engine]
   CHECK(message().empty());
   change_byte(0);
   CHECK(message().find("\"train.npy\" holds different bytes") != std::string::npos);
-  CHECK(message().find("--accept-mended-data") != std::string::npos);
-  {
-    TrainingRun other(config, *device, alone());
-    CHECK(other.restore(checkpoint, {.same = SameFiles::kSizes}) ==
-          std::vector<std::string>{"data.train: \"train.npy\" holds different bytes"});
-    // It goes on with the files that it has.
-    other.step();
-    const LoadedCheckpoint mended = saved(other, config.checkpoint.folder, [](auto&) {});
-    TrainingRun next(config, *device, alone());
-    CHECK(refusal(next, mended).empty());
-  }
   change_byte(0);
   std::filesystem::resize_file(path, 32 * 999);
   CHECK(message().find("\"train.npy\" has 31968 bytes, had 32000") != std::string::npos);
-  CHECK(message().find("--accept-mended-data") == std::string::npos);
-  TrainingRun shorter(config, *device, alone());
-  CHECK_THROWS_AS(shorter.restore(checkpoint, {.same = SameFiles::kSizes}), Error);
 }
 
 TEST_CASE("a step is scaled by its own number of targets", "[engine][training_run]") {

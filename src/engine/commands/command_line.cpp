@@ -100,10 +100,6 @@ void add_train(CLI::App& app, TrainOptions& options) {
       "--must-be-new,--fresh", options.must_be_new,
       "Fail instead of resuming when checkpoint.folder already has checkpoints (--fresh: its old name)");
   command.add_flag(
-      "--accept-mended-data", options.accept_mended_data,
-      "Resume although files of data.train hold other bytes than the checkpoint was trained on, if they "
-      "have the same names and sizes");
-  command.add_flag(
       "--convert-states", options.convert_states,
       "Resume although the config has other formats of masters and moments (optimizer.states, master, ...) than the "
       "checkpoint, which are rounded to these");
@@ -434,7 +430,7 @@ void add_texts(CLI::App& app, std::string& shell) {
   app.add_subcommand("completion", "Print a script that completes commands, options and config keys in a shell.")
       ->add_option("shell", shell, "The shell")
       ->required()
-      ->check(CLI::IsMember({"bash", "zsh", "fish"}));
+      ->check(CLI::IsMember({"bash"}));
 }
 
 // Checks all options and arguments that are paths, which their type or their name says.
@@ -511,7 +507,7 @@ int run_command(const CLI::App& app, const CommandLine& line) {
   if (app.got_subcommand("config")) return run_config(line.config);
   if (app.got_subcommand("version")) return print_text(version_text(line.version.verbose));
   if (app.got_subcommand("man")) return print_text(man_page(app, parka_version()));
-  if (app.got_subcommand("completion")) return print_text(completion_script(app, line.shell));
+  if (app.got_subcommand("completion")) return print_text(completion_script(app));
   print_text(app.help());
   return static_cast<int>(ExitCode::kBadInput);
 }

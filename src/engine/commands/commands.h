@@ -23,10 +23,9 @@ struct TrainOptions {
   std::string config_path;
   std::vector<std::string> overrides;
   StartedRanks started;
-  bool must_be_new = false;         // refuse to start where checkpoints exist
-  bool accept_mended_data = false;  // resume with files of data.train that hold other bytes
-  bool convert_states = false;      // resume with other formats of masters and moments
-  std::string command_line = {};    // as it was given, for the record of the start
+  bool must_be_new = false;       // refuse to start where checkpoints exist
+  bool convert_states = false;    // resume with other formats of masters and moments
+  std::string command_line = {};  // as it was given, for the record of the start
 };
 int run_train(const TrainOptions& options);
 

@@ -220,8 +220,7 @@ class TrainCommand {
     const std::optional<LoadedCheckpoint> checkpoint = load_newest(folder, refused, group, &passed_over);
     if (checkpoint) {
       const std::vector<std::string> differences =
-          run_.restore(*checkpoint, {.same = options_.accept_mended_data ? SameFiles::kSizes : SameFiles::kBytes,
-                                     .converts_states = options_.convert_states});
+          run_.restore(*checkpoint, {.converts_states = options_.convert_states});
       if (is_first()) set_refused_aside(passed_over, warn);
       hook_.repeat(*checkpoint);
       log_info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
@@ -440,7 +439,7 @@ class TrainCommand {
       if (!is_saved) return "";
       return fmt::format(
           "; step {} is saved: once this is mended, the same command resumes from there{}", run_.completed_steps(),
-          code == ExitCode::kBadInput ? ", with --accept-mended-data if a file of data.train changes" : "");
+          code == ExitCode::kBadInput ? ", or where data.train changes a new run with checkpoint.init_from" : "");
     });
   }
 

@@ -35,7 +35,7 @@ nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicat
   return all;
 }
 
-std::vector<std::string> file_differences(const nlohmann::json& saved, const nlohmann::json& now, SameFiles same) {
+std::vector<std::string> file_differences(const nlohmann::json& saved, const nlohmann::json& now) {
   std::vector<std::string> all;
   for (size_t i = 0; i < std::min(saved.size(), now.size()); ++i) {
     const auto &before = saved[i], &after = now[i];
@@ -46,8 +46,8 @@ std::vector<std::string> file_differences(const nlohmann::json& saved, const nlo
     } else if (before.at("bytes") != after.at("bytes")) {
       all.push_back(
           fmt::format("{} has {} bytes, had {}", name, after.at("bytes").dump(), before.at("bytes").dump()));
-    } else if (same == SameFiles::kBytes && (before.at("fingerprint") != after.at("fingerprint") ||
-                                             (both && before.at("checksum") != after.at("checksum")))) {
+    } else if (before.at("fingerprint") != after.at("fingerprint") ||
+               (both && before.at("checksum") != after.at("checksum"))) {
       all.push_back(fmt::format("{} holds different bytes", name));
     }
   }

@@ -17,12 +17,8 @@ namespace parka {
 nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator,
                               const std::function<void()>& progress = {});
 
-// What files have in common that are taken for the same: names, sizes and all that is known of their bytes, or
-// names and sizes alone, as those have in which tokens were mended.
-enum class SameFiles { kBytes, kSizes };
-
 // The differences between the files `now` and those of a checkpoint, `saved`, each as a line that names a file.
 // Checksums are compared if both have them.
-std::vector<std::string> file_differences(const nlohmann::json& saved, const nlohmann::json& now, SameFiles same);
+std::vector<std::string> file_differences(const nlohmann::json& saved, const nlohmann::json& now);
 
 }  // namespace parka

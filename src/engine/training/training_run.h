@@ -76,11 +76,10 @@ class TrainingRun {
   // Error(kBadInput) when its model is another one or has values that are not finite.
   std::vector<std::string> initialize_from(const LoadedCheckpoint& checkpoint);
   // Takes over weights, states and position. Returns the settings that differ from the checkpoint's, one line each,
-  // where that is allowed; so is a file of data.train with other bytes where sizes are enough, and, where they may
-  // be converted, other formats of masters and moments. Throws Error(kBadInput) when the checkpoint does not fit
-  // the config or holds values that are not finite; the run must not be used then.
+  // where that is allowed; so are, where they may be converted, other formats of masters and moments. Throws
+  // Error(kBadInput) when the checkpoint does not fit the config or holds values that are not finite; the run must
+  // not be used then.
   struct RestoreOptions {
-    SameFiles same = SameFiles::kBytes;
     bool converts_states = false;
   };
   std::vector<std::string> restore(const LoadedCheckpoint& checkpoint, const RestoreOptions& options);
@@ -202,8 +201,7 @@ class TrainingRun {
   nlohmann::json saved_state() const;
   std::vector<HostTensor> saved_pieces(std::vector<TensorView>& parts) const;
   std::string name_in_step(const std::string& tensor) const;
-  std::vector<std::string> check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress,
-                                      SameFiles same) const;
+  void check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress) const;
   void restore_base(const LoadedCheckpoint& checkpoint);
   void read_tensors(const LoadedCheckpoint& checkpoint, bool converts_states);
   void stage(CheckpointContents& contents, const std::vector<TensorView>& parts);

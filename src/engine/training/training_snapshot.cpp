@@ -255,30 +255,22 @@ CheckpointContents TrainingRun::snapshot(SnapshotForm form) {
   return contents;
 }
 
-// Where the files are not those of the checkpoint throws, or says how they differ.
-std::vector<std::string> TrainingRun::check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress,
-                                                 SameFiles same) const {
-  const auto differences = [&](SameFiles what) {
-    return progress.files.is_null() ? std::vector<std::string>()
-                                    : file_differences(progress.files, data_files_, what);
-  };
-  const std::vector<std::string> all = differences(SameFiles::kBytes), others = differences(SameFiles::kSizes);
+// Throws where the files are not those of the checkpoint.
+void TrainingRun::check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress) const {
+  const std::vector<std::string> differences =
+      progress.files.is_null() ? std::vector<std::string>() : file_differences(progress.files, data_files_);
   const bool is_mixture = !config_.data.weights.empty() && !progress.source_sequences.is_null();
-  if (others.empty() && is_mixture && progress.source_sequences != nlohmann::json(data_.source_sequences())) {
+  if (differences.empty() && is_mixture && progress.source_sequences != nlohmann::json(data_.source_sequences())) {
     throw_bad_input(
         "{}: the entries of data.train have {} sequences, and had {} when the checkpoint was trained: a file has moved from "
         "one to another; restore them, or train in another checkpoint.folder",
         checkpoint.path(), nlohmann::json(data_.source_sequences()).dump(), progress.source_sequences.dump());
   }
-  if (all.empty() && progress.fingerprint == data_fingerprint_) return {};
-  const bool may_be_mended = !all.empty() && others.empty();
-  if (may_be_mended && same == SameFiles::kSizes) return all;
-  const std::string first = !others.empty() ? others.front() : !all.empty() ? all.front() : "";
+  if (differences.empty() && progress.fingerprint == data_fingerprint_) return;
   throw_bad_input(
       "{}: data.train holds other tokens than the checkpoint was trained on{}, so its position in them means nothing; "
-      "restore the files, or train in another checkpoint.folder{}",
-      checkpoint.path(), first.empty() ? "" : fmt::format(" ({})", first),
-      may_be_mended ? "; where tokens were mended, go on with --accept-mended-data" : "");
+      "restore the files, or train in another checkpoint.folder",
+      checkpoint.path(), differences.empty() ? "" : fmt::format(" ({})", differences.front()));
 }
 
 // Reads what the checkpoint names of another: the frozen weights that it was trained beside.
@@ -349,9 +341,7 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   const SavedProgress progress = read_progress(checkpoint);
   ResumeDifferences found = check_resumable(checkpoint, config_, options.converts_states);
   std::vector<std::string> differences = std::move(found.allowed);
-  for (const std::string& mended : check_data(checkpoint, progress, options.same)) {
-    differences.push_back(fmt::format("data.train: {}", mended));
-  }
+  check_data(checkpoint, progress);
   restore_base(checkpoint);
   read_tensors(checkpoint, !found.converted.empty());
   for (const std::string& of_states : found.converted) differences.push_back(of_states + ", converted");
