@@ -1,0 +1,133 @@
+"""What the start of a run says of ranks: of tasks of a batch job that one rank leaves idle, and whom a rank waits for."""
+import contextlib
+import os
+import re
+import socket
+import subprocess
+import threading
+import time
+import unittest
+
+from parka_runs import PROGRAM, parka, starters
+from refusals import BAD_INPUT, assert_ended_well, has, shown
+from token_runs import TokenRuns, random_ids
+
+SECONDS = 30  # within which a rank has said whom it waits for
+STEP = {"SLURM_JOB_ID": "7", "SLURM_STEP_ID": "0", "SLURM_STEP_NODELIST": "localhost"}
+
+
+class OneRank(TokenRuns):
+    def setUp(self):
+        super().setUp()
+        self.tiny = self.write_config(self.config([self.write("ids.npy", random_ids(500, 256))], 256))
+
+    def said(self, *options, **variables):
+        """Of a run to its end, whose environment has only these variables of launchers."""
+        self.forget_run()
+        result = parka("train", self.tiny, *options, env=starters.environment(**variables))
+        assert_ended_well(self, result)
+        return result
+
+    def test_a_batch_job_of_several_tasks(self):
+        batch = {"SLURM_PROCID": "0", "SLURM_LOCALID": "0", "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_NODELIST": "node[1-2]"}
+        for name, tasks, variables in (
+            ("a batch script on two nodes", "8", {**batch, "SLURM_NPROCS": "8", "SLURM_NNODES": "2"}),
+            ("a batch script on one node", "4", {**batch, "SLURM_NNODES": "1", "SLURM_NTASKS_PER_NODE": "4", "SLURM_JOB_NODELIST": "node1"}),
+            ("two tasks", "2", {"SLURM_PROCID": "0"}),
+            ("a shell of salloc", "16", {"SLURM_NNODES": "2", "SLURM_JOB_NODELIST": "node[1-2]"}),
+        ):
+            with self.subTest(name):
+                result = self.said(SLURM_JOB_ID="7", SLURM_NTASKS=tasks, **variables)
+                lines = [line for line in result.stderr.splitlines() if re.search(rf"\b{tasks} tasks", line)]
+                self.assertTrue(lines, f"no line says that the job has {tasks} tasks" + shown(result))
+                self.assertTrue(any("srun" in line or "--gpus" in line or "--ranks" in line for line in lines), "no way out" + shown(result))
+
+    def test_other_starts_need_no_such_line(self):
+        plain = self.said()
+        for name, options, variables in (
+            ("a job of one task", (), {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "1", "SLURM_PROCID": "0"}),
+            ("a job that says nothing of tasks", (), {"SLURM_JOB_ID": "7"}),
+            ("a step of one task in a job of one", (), {**STEP, "SLURM_NTASKS": "1", "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1"}),
+            ("as many ranks as tasks", ("--ranks", "2", "--set", "training.micro_batch_size=1"), {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "2", "SLURM_PROCID": "0"}),
+        ):
+            with self.subTest(name):
+                result = self.said(*options, **variables)
+                self.assertNotIn("srun", result.stderr, shown(result))
+                self.assertNotIn(" tasks", result.stderr, shown(result))
+                if not options:
+                    self.assertEqual(len(result.stderr.splitlines()), len(plain.stderr.splitlines()), shown(plain) + shown(result))
+
+
+@contextlib.contextmanager
+def listening(answer):
+    """A port that this test answers: `answer` is given each connection."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        def serve():
+            with contextlib.suppress(OSError):
+                while True:
+                    answer(server.accept()[0])
+
+        threading.Thread(target=serve, daemon=True).start()
+        yield str(server.getsockname()[1])
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return str(server.getsockname()[1])
+
+
+def as_a_web_server(connection):
+    with connection:
+        connection.recv(1000)
+        connection.sendall(b"HTTP/1.1 400 Bad Request\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+
+
+class Waiting(TokenRuns):
+    def start(self, name, config, variables):
+        with open(self.path(f"{name}.log"), "w", encoding="utf-8") as log:
+            process = subprocess.Popen([PROGRAM, "--threads", "1", "train", config], stdout=log, stderr=log, env=starters.environment(**variables))
+        self.addCleanup(process.wait)
+        self.addCleanup(process.kill)
+        return process
+
+    def log(self, name):
+        with open(self.path(f"{name}.log"), encoding="utf-8") as file:
+            return file.read()
+
+    def test_a_rank_says_whom_it_waits_for(self):
+        """All of them wait at the same time, so that the test takes as long as one of them."""
+        config = self.write_config(self.config([self.write("ids.npy", random_ids(500, 256))], 256))
+        silent = []
+        with listening(silent.append) as mute, listening(as_a_web_server) as web:
+            ports = {"first_of_two": free_port(), "first_of_three": free_port(), "nobody_listens": free_port(), "mute": mute, "web": web}
+            processes, words = {}, {}
+
+            def begin(name, where, **variables):
+                processes[name], words[name] = self.start(name, config, variables), where
+
+            for name, port in ports.items():
+                rank, size = ("0", name.split("_")[-1].replace("two", "2").replace("three", "3")) if name.startswith("first") else ("1", "2")
+                begin(name, port, RANK=rank, WORLD_SIZE=size, MASTER_ADDR="127.0.0.1", MASTER_PORT=port)
+            self.start("second_of_three", config, {"RANK": "1", "WORLD_SIZE": "3", "MASTER_ADDR": "127.0.0.1",
+                                                   "MASTER_PORT": ports["first_of_three"]})  # has come: rank 0 speaks for it
+            begin("no_such_host", "no-such-host.invalid", RANK="1", WORLD_SIZE="2", MASTER_ADDR="no-such-host.invalid",
+                  MASTER_PORT=ports["nobody_listens"])
+            slurm = free_port()
+            begin("slurm", slurm, **STEP, SLURM_STEP_NUM_TASKS="8", SLURM_PROCID="0", MASTER_PORT=slurm)
+            begin("slurm_of_its_own_port", ("localhost", "127.0.0.1"), **{**STEP, "SLURM_JOB_ID": str(os.getpid())}, SLURM_STEP_NUM_TASKS="8", SLURM_PROCID="3")
+
+            until = time.monotonic() + SECONDS
+            missing = set(processes)
+            while missing and time.monotonic() < until:
+                time.sleep(0.2)
+                missing -= {name for name in missing if has(self.log(name), words[name])}
+            for name, process in processes.items():
+                with self.subTest(name):
+                    said = f"{process.args}: no line with {words[name]} within {SECONDS} s\n{self.log(name)}"
+                    self.assertTrue(has(self.log(name), words[name]), said)
+                    if process.poll() is not None:  # some of these need not be waited for
+                        self.assertEqual((process.returncode, name in ("mute", "web", "no_such_host")), (BAD_INPUT, True), self.log(name))
+
+
+if __name__ == "__main__":
+    unittest.main()
