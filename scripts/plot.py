@@ -23,13 +23,14 @@ import argparse
 import functools
 
 from run_metrics import fail, median, metrics_path, named_runs, read_records, run_main, save_picture, smooth_curve
+from sinks.scalars import as_double
 
 MARKERS = "osv^D*P<>X"
 DASHES = ("-", "--", ":", "-.")
 
 
 def series(records, kind, key):
-    points = [(r["step"], r[key]) for r in records if r.get("kind") == kind and r.get(key) is not None]
+    points = [(r["step"], as_double(r[key])) for r in records if r.get("kind") == kind and r.get(key) is not None]
     return [p[0] for p in points], [p[1] for p in points]
 
 
