@@ -15,8 +15,9 @@ namespace parka {
 // nothing.
 class ReadOnlyFile {
  public:
-  // Throws Error(kBadInput) if the path is missing, is not a regular file or may not be read. If the process has
-  // reached its soft limit of open files, raises that to the hard limit: corpora of thousands of files are common.
+  // Throws Error(kBadInput) if the path is missing, is not a regular file, may not be read, or is a pointer of Git
+  // LFS. If the process has reached its soft limit of open files, raises that to the hard limit: corpora of
+  // thousands of files are common.
   explicit ReadOnlyFile(std::string path);
   ~ReadOnlyFile();
   ReadOnlyFile(ReadOnlyFile&& other) noexcept;
@@ -35,6 +36,8 @@ class ReadOnlyFile {
   int64_t first_gap() const;
 
  private:
+  void refuse_pointer() const;
+
   std::string path_;
   int64_t size_ = 0;
   int descriptor_ = -1;

@@ -120,7 +120,6 @@ Format format_of(std::string_view head, int64_t file_bytes) {
     Format format;
   };
   static constexpr Magic kMagic[] = {
-      {"version https://git-lfs"sv, {"is a pointer of Git LFS in place of the file", "fetch it with git lfs pull"}},
       {"\x93NUMPY"sv,
        {"has the header of numpy.save()", "write raw ids, with ndarray.tofile() or prepare_data.py"}},
       {"PAR1"sv, {"is Parquet", kPrepare}},

@@ -7,6 +7,7 @@
 #include <fmt/ranges.h>
 
 #include "core/error.h"
+#include "core/log/log.h"
 #include "engine/files/file_io.h"
 
 namespace parka {
@@ -92,15 +93,18 @@ void check_described_type(const fs::path& file, const json& description, TokenTy
                   name_of(type));
 }
 
+void warn_of_vocabulary(const fs::path& file, const json& description, int64_t vocab_size) {
+  const std::optional<int64_t> described = integer_of(description, "vocab_size");
+  if (!described || *described <= vocab_size) return;
+  log_warning(
+      "{}: its tokenizer has {} ids, as {} says, more than model.vocab_size = {}; the run ends at the first of the "
+      "others, which `parka data` finds before",
+      file.string(), *described, description_path(file).string(), vocab_size);
+}
+
 void check_described(const fs::path& file, const json& description, const Config& config) {
   const DataConfig& data = config.data;
   check_described_type(file, description, data.token_dtype);
-  const std::optional<int64_t> vocab_size = integer_of(description, "vocab_size");
-  if (vocab_size && *vocab_size > config.model.vocab_size) {
-    throw_bad_input(
-        "{}: its tokenizer has {} ids, as {} says, more than model.vocab_size = {}; set that to {} or more",
-        file.string(), *vocab_size, description_path(file).string(), config.model.vocab_size, *vocab_size);
-  }
   check_packing(file, description, data);
   const std::optional<int64_t> shared = shared_document_id(description);
   if (!shared || !data.document_ids().any() || data.document_ids() == DocumentIds{*shared, *shared}) return;

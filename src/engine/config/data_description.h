@@ -33,6 +33,9 @@ void check_described_type(const std::filesystem::path& file, const nlohmann::jso
 // ids in it, learn what is no target, or cut sequences or documents elsewhere than they begin.
 void check_described(const std::filesystem::path& file, const nlohmann::json& description, const Config& config);
 
+// Warns if the tokenizer has ids that the model lacks.
+void warn_of_vocabulary(const std::filesystem::path& file, const nlohmann::json& description, int64_t vocab_size);
+
 // The tokenizer that made ids, as a data.json or the header of a request file says: the SHA-256 of its file, or
 // "bytes". Empty where it does not say.
 std::string described_tokenizer(const nlohmann::json& description);

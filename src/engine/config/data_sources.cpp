@@ -5,6 +5,7 @@
 #include <iterator>
 #include <map>
 #include <optional>
+#include <set>
 
 #include <fmt/ranges.h>
 #include "core/error.h"
@@ -139,9 +140,14 @@ void check_token_type(const std::vector<std::string>& sources, TokenType type) {
 
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config) {
   DataDescriptions descriptions;
+  std::set<const nlohmann::json*> told;
   for (const std::string& source : sources) {
     for (const std::string& file : expand_source(source)) {
-      if (const nlohmann::json* description = descriptions.of(file)) check_described(file, *description, config);
+      const nlohmann::json* description = descriptions.of(file);
+      if (description == nullptr) continue;
+      check_described(file, *description, config);
+      // Tokenizers of published models have ids for which their models have no rows, and text seldom has them.
+      if (told.insert(description).second) warn_of_vocabulary(file, *description, config.model.vocab_size);
     }
   }
   TokenFiles files(sources, config.data.token_dtype, config.data.sequence_length, config.model.vocab_size,
