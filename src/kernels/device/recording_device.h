@@ -15,7 +15,7 @@ namespace parka {
 struct RecordedOp {
   StepSection section = StepSection::kNone;
   std::string op;
-  OpCost cost;
+  OpCost cost = {};
   int64_t workspace_bytes = 0;  // that it takes on a GPU
 };
 
