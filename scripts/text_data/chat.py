@@ -22,6 +22,8 @@ from python_packages import advice
 from .common import InputError, hub_advice, one_line
 from .conversations import TRAIN, in_one_form
 from .formats import refuse_no_content
+from .helper_process import limited, reason_of
+from .readers import MAX_DOCUMENT_BYTES
 from .special_tokens import special_tokens_of, tokenizer_config
 from .tokenizer import ByteTokenizer, Span
 
@@ -40,6 +42,8 @@ BESIDE_CONTENT = (("tool_calls",), ("function_call",), ("reasoning_content", "th
 # Tags of what is a target, and what may hold the text of one without being one.
 COMMENTS = r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"
 TARGET_TAGS = re.compile(COMMENTS + r"|\{%([-+]?)\s*(?P<tag>(?:end)?generation)\s*([-+]?)%\}", re.DOTALL)
+# Characters of a conversation, of which a template may write what it is given more than once.
+MOST_TEXT = 4 * MAX_DOCUMENT_BYTES
 # A conversation by which a template shows how turns end.
 EXCHANGE = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "Parka"}]
 # Arguments of a call by which it shows how a template writes them.
@@ -48,6 +52,10 @@ PROBE = {"parka": "probe"}
 
 class ChatError(Exception):
     """What is wrong with a conversation and what to do, without its place."""
+
+
+class TooMuchError(ChatError):
+    """The template takes more time or memory than any conversation needs, whatever else is tried with it."""
 
 
 def import_renderer():
@@ -289,9 +297,12 @@ class ChatTemplate:
 
     def _text_or_none(self, template: str, messages: list[dict], tools: list | None) -> str | None:
         """None if the template refuses the messages, as it may without the calls to which a tool replies."""
-        with contextlib.suppress(ChatError):
+        try:
             return self._render(template, messages, tools)[0]
-        return None
+        except TooMuchError:
+            raise
+        except ChatError:
+            return None
 
     def _template_for(self, tools: list | None) -> str:
         """As transformers chooses among several."""
@@ -307,14 +318,18 @@ class ChatTemplate:
         # A template may ask for the content of a message that has calls of tools alone.
         messages = [{**message, "content": message.get("content", "")} for message in messages]
         try:
-            texts, spans = self._render_template(
-                [messages], tools=tools, chat_template=template, **self._special_tokens, **options
-            )
+            with limited():
+                texts, spans = self._render_template(
+                    [messages], tools=tools, chat_template=template, **self._special_tokens, **options
+                )
+        except (TimeoutError, MemoryError) as error:
+            raise TooMuchError(f"the chat template takes too much for the conversation ({reason_of(error)}); give --chat another")
         except self._syntax_error as error:
             raise InputError(f"{self._place}: its chat template cannot be used ({one_line(error)}); give another")
         except Exception as error:  # whatever the template's expressions raise
-            reason = one_line(error) or type(error).__name__
-            raise ChatError(f"the chat template refuses the conversation ({reason}); fix it or leave it out")
+            raise ChatError(f"the chat template refuses the conversation ({reason_of(error)}); fix it or leave it out")
+        if len(texts[0]) > MOST_TEXT:
+            raise TooMuchError(f"the chat template makes {len(texts[0]):,} characters of the conversation; give --chat another")
         return texts[0], spans[0] if spans else []
 
     def _assistant_spans(self, text: str, messages: list[dict], tools: list | None) -> Iterator[Span]:

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import unittest
 from pathlib import Path
+from unittest import mock
 
 try:
     import numpy as np
@@ -23,10 +24,13 @@ except ImportError as error:
     print(f"skipped: {error.name} is missing")
     sys.exit(77)
 
+ROOT = Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(ROOT / "scripts"))
+from text_data import chat as chat_module, helper_process  # noqa: E402
+
 from preparation import Preparation
 from tiny_tokenizers import qwen_like
 
-ROOT = Path(__file__).resolve().parents[2]
 CALLS = (
     "{% for m in messages %}<|im_start|>{{ m.role }}\n{{ m.content }}{% for call in m.tool_calls or [] %}"
     "[{{ call.function.name }} {{ ARGUMENTS }}]{% endfor %}<|im_end|>\n{% endfor %}"
@@ -49,6 +53,9 @@ def user(text, **more):
 
 def assistant(text, **more):
     return {"role": "assistant", "content": text, **more}
+
+
+GOOD = [user("hi"), assistant("hello")]
 
 
 def calling(arguments, content=""):
@@ -79,10 +86,9 @@ class Targets(Preparation):
         self.info = json.loads((self.out / "data.json").read_text())
         return bytes(ids[(marks & 1) == 1].astype("u1")).decode()
 
-    def refuse_record(self, messages, record, *words, template="chatml"):
+    def refuse_record(self, messages, record, *words, template="chatml", good=GOOD):
         """It must be refused with its line and all of the words."""
-        good = {"messages": [user("hi"), assistant("hello")]}
-        path = self.write("chats.jsonl", json.dumps(good) + "\n" + json.dumps({"messages": messages} | record) + "\n")
+        path = self.write("chats.jsonl", json.dumps({"messages": good}) + "\n" + json.dumps({"messages": messages} | record) + "\n")
         if template != "chatml":
             template = self.write("tokenizer_config.json", json.dumps({"chat_template": template, "eos_token": "<|im_end|>"}))
         self.new_out()
@@ -341,11 +347,22 @@ class Recipes(Targets):
 
 
 class Limits(Targets):
-    def test_an_error_without_words_is_named(self):
-        chat = [user("hi!"), assistant("hello")]
-        for power in (14, 15, 16):
-            much = PLAIN + f"{{% if messages[0].content == 'hi!' %}}{{{{ 'a' * {10**power} }}}}{{% endif %}}"
-            self.refuse_record(chat, {}, "MemoryError", template=much)
+    """Templates that take more time or memory than a conversation needs."""
+
+    def test_they_are_refused_with_a_reason(self):
+        endless = "{% for i in range(99999) %}{% for j in range(99999) %}{{ i }}{% endfor %}{% endfor %}"
+        chat = [user("hi"), assistant("hello")]
+        calls = CALLS.replace("ARGUMENTS", "1")
+        with mock.patch.object(helper_process, "MOST_SECONDS", 0.3), mock.patch.object(chat_module, "MOST_TEXT", 10**6):
+            for messages, template, word in (
+                (chat, PLAIN + "{% if messages[0].content == 'hi' and messages | length == 2 %}" + endless + "{% endif %}", "more than 0.3 s"),
+                (calling({}), calls + "{% if messages[1].tool_calls %}" + endless + "{% endif %}", "more than 0.3 s"),
+                (chat, PLAIN + "{% if messages[0].content == 'hi' %}{{ 'a' * 10000000000 }}{% endif %}", "MemoryError"),
+                (chat, PLAIN + "{% if messages[0].content == 'hi' %}{{ 'a' * 2000000 }}{% endif %}", "characters"),
+            ):
+                with self.subTest(template=template):
+                    good = [user("well"), assistant("hello")]
+                    self.refuse_record(messages, {}, word, template=template, good=good)
 
 
 class Tokens(Targets):
