@@ -174,7 +174,7 @@ class Joined(Towers):
                 ((text, "--vision-tower", text), 'model_type "llama" is not supported as a tower'),
                 ((str(LLAVA / "clip_llama"), "--vision-tower", tower), "leave out --vision-tower"),
                 ((str(ROOT / "tests/fixtures/huggingface/olmo2_gqa"), "--vision-tower", tower), "llama and qwen2 are"),
-                ((text, "--vision-tower", self.path("none")), "none/config.json"),
+                ((text, "--vision-tower", self.path("none")), "none"),
                 ((text, "--image-token", "5"), "--vision-tower"),
                 ((text, "--vision-tower", tower, "--image-token", "-1"), "--image-token")):
             with self.subTest(says):

@@ -417,13 +417,14 @@ int run_import(const ImportOptions& given) {
   std::error_code ignored;
   if (!fs::is_directory(given.folder, ignored))
     throw_bad_input("{}: no such folder; download the model into one first", given.folder);
-  if (file_exists((fs::path(given.folder) / kPeftConfigName).string())) return import_adapter(given);
+  ImportOptions options = given;
+  const auto has_adapters = [&] { return file_exists((fs::path(options.folder) / kPeftConfigName).string()); };
+  if (!has_adapters()) options.folder = model_folder_of(given.folder);
+  if (has_adapters()) return import_adapter(options);
   if (!given.base.empty()) {
     throw_bad_input("{}: --base is for a folder with {}; leave it out to import a model", given.folder,
                     kPeftConfigName);
   }
-  ImportOptions options = given;
-  options.folder = model_folder_of(given.folder);
   if (!given.vision_tower.empty()) options.vision_tower = model_folder_of(given.vision_tower);
   const Importer importer(open_source(options));
   importer.write(options.output);

@@ -16,6 +16,7 @@
 #include "engine/huggingface/huggingface_origin.h"
 #include "engine/huggingface/llava_config.h"
 #include "engine/huggingface/llava_tensors.h"
+#include "engine/huggingface/peft_import.h"
 
 namespace parka {
 namespace {
@@ -222,12 +223,13 @@ void choose_image_token(int64_t image_token, ImportSource& source) {
   model.vocab_size = ceil_div(model.vision.image_token + 1, kVocabularyUnit) * kVocabularyUnit;
 }
 
-// Folders directly below `folder` that hold a config.json, in order.
+// Folders directly below `folder` that hold a model or adapters, in order.
 std::vector<std::string> models_below(const fs::path& folder) {
   std::vector<std::string> models;
   for (const std::string& name : list_names(folder.string())) {
     const std::string below = (folder / name).string();
-    if (file_exists(config_path_in(below))) models.push_back(below);
+    if (file_exists(config_path_in(below)) || file_exists((fs::path(below) / kPeftConfigName).string()))
+      models.push_back(below);
   }
   std::sort(models.begin(), models.end());
   return models;

@@ -30,9 +30,9 @@ struct ImportSource {
   std::vector<CarriedFile> carried;   // beside config.json
 };
 
-// The folder with a model's files where `folder` is one of the hub's cache (models--ORG--NAME), which has them in
-// its only snapshot; else `folder`. Throws Error(kBadInput) if there are several snapshots, or if there is no
-// config.json.
+// The folder with a model's or adapters' files where `folder` is one of the hub's cache (models--ORG--NAME), which
+// has them in its only snapshot; else `folder`. Throws Error(kBadInput) if there are several snapshots, or if there
+// is no config.json.
 std::string model_folder_of(const std::string& folder);
 
 // Of a folder with a model as transformers has it. Throws Error(kBadInput) for what is not supported.
