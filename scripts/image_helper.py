@@ -58,7 +58,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     options = parse_options(arguments)
-    return serve(lambda: Helper(options), lambda helper: {"geometry": helper.geometry})
+    return serve(options.processor or "the processor", lambda: Helper(options), lambda helper: {"geometry": helper.geometry})
 
 
 if __name__ == "__main__":

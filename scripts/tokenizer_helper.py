@@ -239,7 +239,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
 
 def main(arguments: list[str]) -> int:
     options = parse_options(arguments)
-    return serve(lambda: Helper(options.folder, options.chat), lambda helper: {"stop": helper.stop})
+    return serve(f"{options.folder}/tokenizer.json", lambda: Helper(options.folder, options.chat), lambda helper: {"stop": helper.stop})
 
 
 if __name__ == "__main__":

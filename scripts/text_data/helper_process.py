@@ -58,12 +58,12 @@ def send(answer: dict) -> None:
     sys.stdout.flush()
 
 
-def serve(make_helper: Callable, first_answer: Callable[..., dict]) -> int:
-    """Answers each request with helper.answer(request), after a first answer that comes unasked. InputError becomes
+def serve(place: str, make_helper: Callable, first_answer: Callable[..., dict]) -> int:
+    """`place`: the file that it works by. Answers each request with helper.answer(request), after a first answer that comes unasked. InputError becomes
     {"error": TEXT}, and ends it with 2 if it comes from make_helper(). Otherwise it ends with its input."""
-    files = "the files of a tokenizer or a processor cannot be used"
+    what, advice = f"{place} cannot be used", "fix or replace it, or the files beside it"
     try:
-        with telling_failures(files, "fix or replace them"):
+        with telling_failures(what, advice):
             helper = make_helper()
     except InputError as error:
         send({"error": str(error)})
@@ -71,7 +71,7 @@ def serve(make_helper: Callable, first_answer: Callable[..., dict]) -> int:
     send(first_answer(helper))
     for line in sys.stdin.buffer:
         try:
-            with telling_failures(files, "fix or replace them"):
+            with telling_failures(what, advice):
                 answer = helper.answer(json.loads(line))
         except InputError as error:
             answer = {"error": str(error)}
