@@ -9,10 +9,10 @@
 // The vocabulary of config structs (model/model_config.h, optim/optimizer_config.h, engine/config/config.h).
 //
 // A config struct lists its fields once, in `fields`, which calls a visitor as
-//   visit("key", member, "help", limit)
-// where the limit says which values the field admits. Parsing, the check for unknown keys, the resolved print-out,
-// the schema and the documentation are all made from that list (engine/config/config_table.h). So every field is
-// known to all of them.
+//   visit("key", member, "help", limit, effects)
+// where the limit says which values the field admits, and the effects what another value changes. Parsing, the
+// check for unknown keys, the resolved print-out, the schema and the documentation are all made from that list
+// (engine/config/config_table.h). So every field is known to all of them.
 namespace parka {
 
 // The largest integer that every JSON reader keeps exactly, 2^53.
@@ -35,6 +35,25 @@ struct RealRange {
 
 // A text field admits the empty text too.
 struct MayBeEmpty {};
+
+// What another value of a field changes. A field without effects does not compile: comparisons of configs go by
+// them alone.
+enum class Effects : uint8_t {};
+inline constexpr Effects kNoEffect{0};
+inline constexpr Effects kHashed{1};             // the numbers that a run computes: part of config_hash()
+inline constexpr Effects kFixedOnResume{2};      // what a checkpoint holds, or what its position in the data means
+inline constexpr Effects kConvertedOnResume{4};  // the format of states, which --convert-states changes
+inline constexpr Effects kWeights{8};            // which weights a model has, or what they mean
+inline constexpr Effects kStepTime{16};          // how long one GPU takes for a micro-batch and an update
+inline constexpr Effects kRunTime{32};           // how long several GPUs take for a step, but not one
+
+constexpr Effects operator|(Effects a, Effects b) {
+  return Effects{static_cast<uint8_t>(static_cast<uint8_t>(a) | static_cast<uint8_t>(b))};
+}
+// Whether `effects` has all of `asked`.
+constexpr bool has(Effects effects, Effects asked) { return (effects | asked) == effects; }
+
+inline constexpr Effects kModelField = kHashed | kFixedOnResume | kWeights | kStepTime;  // most fields of models
 
 // A field admits only these values.
 template <typename T, size_t N>

@@ -40,22 +40,28 @@ struct RopeScalingConfig : RopeScaling {
   void fields(Visitor& visit) {
     visit("kind", kind,
           "none; linear: all frequencies are divided by `factor`; llama3 and yarn: low ones are, high ones stay as "
-          "they are, and with yarn queries and keys are multiplied by `attention_factor`");
-    visit("factor", factor, "What frequencies are divided by", RealRange{1.0, 1e6});
+          "they are, and with yarn queries and keys are multiplied by `attention_factor`",
+          kHashed | kFixedOnResume | kStepTime);
+    visit("factor", factor, "What frequencies are divided by", RealRange{1.0, 1e6},
+          kHashed | kFixedOnResume | kStepTime);
     visit("low_frequency_factor", low_frequency_factor,
           "llama3: pairs with fewer rotations than this in original_length are divided by the whole factor",
-          RealRange{0.0, 1e6});
+          RealRange{0.0, 1e6}, kHashed | kFixedOnResume | kStepTime);
     visit("high_frequency_factor", high_frequency_factor,
-          "llama3: pairs with more rotations than this in original_length are left alone", RealRange{0.0, 1e6});
+          "llama3: pairs with more rotations than this in original_length are left alone", RealRange{0.0, 1e6},
+          kHashed | kFixedOnResume | kStepTime);
     visit("original_length", original_length,
-          "llama3 and yarn: sequence length that the model was first trained on", IntegerRange{1, kMaxDimension});
+          "llama3 and yarn: sequence length that the model was first trained on", IntegerRange{1, kMaxDimension},
+          kHashed | kFixedOnResume | kStepTime);
     visit("beta_fast", beta_fast, "yarn: pairs with more rotations than this in original_length are left alone",
-          RealRange{1e-3, 1e6});
+          RealRange{1e-3, 1e6}, kHashed | kFixedOnResume | kStepTime);
     visit("beta_slow", beta_slow,
           "yarn: pairs with fewer rotations than this in original_length are divided by the whole factor",
-          RealRange{1e-3, 1e6});
-    visit("attention_factor", attention_factor, "yarn: see kind; 0: 0.1 x ln(factor) + 1", RealRange{0.0, 1e6});
-    visit("truncate", truncate, "yarn: round the first and the last pair between those to whole pairs");
+          RealRange{1e-3, 1e6}, kHashed | kFixedOnResume | kStepTime);
+    visit("attention_factor", attention_factor, "yarn: see kind; 0: 0.1 x ln(factor) + 1", RealRange{0.0, 1e6},
+          kHashed | kFixedOnResume | kStepTime);
+    visit("truncate", truncate, "yarn: round the first and the last pair between those to whole pairs",
+          kHashed | kFixedOnResume | kStepTime);
   }
 };
 
@@ -118,54 +124,63 @@ struct ModelConfig {
   void fields(Visitor& visit) {
     constexpr IntegerRange dimension{1, kMaxDimension};
     visit("vocab_size", vocab_size,
-          "Rows of the embedding table, padding rows included; all take part in the softmax", dimension);
-    visit("d_model", d_model, "Width of the residual stream, even", dimension);
-    visit("num_layers", num_layers, "Transformer blocks", IntegerRange{1, 10000});
+          "Rows of the embedding table, padding rows included; all take part in the softmax", dimension,
+          kModelField);
+    visit("d_model", d_model, "Width of the residual stream, even", dimension, kModelField);
+    visit("num_layers", num_layers, "Transformer blocks", IntegerRange{1, 10000}, kModelField);
     visit("num_heads", num_heads, "Query heads; unless head_dim is given, d_model must be an even multiple of it",
-          dimension);
+          dimension, kModelField);
     visit("num_kv_heads", num_kv_heads,
           "Key/value heads (grouped-query attention), a divisor of num_heads; 0 means num_heads",
-          IntegerRange{0, kMaxDimension});
+          IntegerRange{0, kMaxDimension}, kModelField);
     visit("head_dim", given_head_dim, "Width of a head, even; 0 means d_model / num_heads",
-          IntegerRange{0, kMaxDimension});
-    visit("d_ffn", d_ffn, "Inner width of the gated feed-forward (width of up, and of gate)", dimension);
-    visit("norm", norm, "layernorm: non-parametric LayerNorm (OLMo v1); rmsnorm: RMSNorm with a weight (Llama)");
-    visit("norm_eps", norm_eps, "Added to the variance or mean square under the square root",
-          RealRange{1e-30, 1.0});
+          IntegerRange{0, kMaxDimension}, kModelField);
+    visit("d_ffn", d_ffn, "Inner width of the gated feed-forward (width of up, and of gate)", dimension,
+          kModelField);
+    visit("norm", norm, "layernorm: non-parametric LayerNorm (OLMo v1); rmsnorm: RMSNorm with a weight (Llama)",
+          kModelField);
+    visit("norm_eps", norm_eps, "Added to the variance or mean square under the square root", RealRange{1e-30, 1.0},
+          kHashed | kFixedOnResume | kWeights);
     visit("norm_placement", norm_placement,
           "Norms of attention and feed-forward: before: of what they read (Llama); after: of what they add to the "
-          "residual stream (OLMo 2); both (Gemma 3). The final norm is there always");
+          "residual stream (OLMo 2); both (Gemma 3). The final norm is there always",
+          kModelField);
     visit(
         "qk_norm", qk_norm,
         "RMSNorm of queries and keys before they are rotated, with weights: none; per_head: of each head (Qwen3); "
-        "full: of all query heads together, and of all key heads (OLMo 2)");
+        "full: of all query heads together, and of all key heads (OLMo 2)",
+        kModelField);
     visit("norm_unit_offset", norm_unit_offset,
-          "Norms, those of queries and keys too, multiply by 1 + weight, and weights start at 0 (Gemma 3)");
-    visit("qkv_bias", qkv_bias, "Add a bias to queries, keys and values as they are projected (Qwen2.5)");
+          "Norms, those of queries and keys too, multiply by 1 + weight, and weights start at 0 (Gemma 3)",
+          kModelField);
+    visit("qkv_bias", qkv_bias, "Add a bias to queries, keys and values as they are projected (Qwen2.5)",
+          kModelField);
     visit("activation", activation,
-          "Of the feed-forward's gate: silu (SwiGLU), or gelu_tanh: GELU in its tanh form (Gemma 3)");
+          "Of the feed-forward's gate: silu (SwiGLU), or gelu_tanh: GELU in its tanh form (Gemma 3)", kModelField);
     visit(
         "embedding_scale", embedding_scale,
         "What embeddings are multiplied by where the blocks begin, but not in a tied head: none, or sqrt_d_model: "
-        "the square root of d_model (Gemma 3)");
+        "the square root of d_model (Gemma 3)",
+        kModelField);
     visit("query_pre_attn_scalar", query_pre_attn_scalar,
           "Attention's scores are divided by the square root of this; 0: of head_dim",
-          IntegerRange{0, kMaxDimension});
-    visit("rope_theta", rope_theta, "Base of the rotary position angles", RealRange{1.0});
+          IntegerRange{0, kMaxDimension}, kHashed | kFixedOnResume | kWeights);
+    visit("rope_theta", rope_theta, "Base of the rotary position angles", RealRange{1.0}, kHashed | kFixedOnResume);
     visit("rope_scaling", rope_scaling,
           "Scaling of the rotary frequencies for long contexts; not in blocks with a sliding window");
     visit("sliding_window", sliding_window,
           "Attention sees only this many latest tokens, the token itself included; 0: all",
-          IntegerRange{0, kMaxDimension});
+          IntegerRange{0, kMaxDimension}, kModelField);
     visit("full_attention_every", full_attention_every,
           "With sliding_window: every n-th block attends to all tokens (OLMo 3: 4; Gemma 3: 6); 0: none does "
           "(Mistral 7B v0.1)",
-          IntegerRange{0, 10000});
+          IntegerRange{0, 10000}, kModelField);
     visit("local_rope_theta", local_rope_theta,
-          "Base of the rotary position angles in blocks with a sliding window; 0: rope_theta", RealRange{0.0});
-    visit("tie_embeddings", tie_embeddings, "Use the embedding table as the output head");
-    visit("init", init, "mitchell: OLMo's depth-scaled truncated normal; normal: N(0, init_std)");
-    visit("init_std", init_std, "Standard deviation for init = normal", RealRange{1e-30});
+          "Base of the rotary position angles in blocks with a sliding window; 0: rope_theta", RealRange{0.0},
+          kHashed | kFixedOnResume);
+    visit("tie_embeddings", tie_embeddings, "Use the embedding table as the output head", kModelField);
+    visit("init", init, "mitchell: OLMo's depth-scaled truncated normal; normal: N(0, init_std)", kHashed);
+    visit("init_std", init_std, "Standard deviation for init = normal", RealRange{1e-30}, kHashed);
     visit("vision", vision, "What the model sees images with, see docs/vision.md");
   }
 };
@@ -220,66 +235,82 @@ struct PrecisionConfig {
 
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit(
-        "recipe", recipe,
-        "Sets the defaults of the keys below and of the optimizer's states and master; explicit keys override it");
+    visit("recipe", recipe,
+          "Sets the defaults of the keys below and of the optimizer's states and master; explicit keys override it",
+          kNoEffect);
     visit("compute", compute, "Residual stream, attention and everything else that is not FP8",
-          one_of(DType::kF32, DType::kBF16));
+          one_of(DType::kF32, DType::kBF16), kHashed | kFixedOnResume | kStepTime);
     visit("gemm", gemm,
           "Inputs of the linear layers in the blocks: compute (as `compute`), fp8_tensor (one scale per tensor) or "
-          "fp8_block (1x128 activations, 128x128 weights)");
-    visit("backward_format", backward_format, "FP8 format of output gradients", one_of(DType::kE4M3, DType::kE5M2));
+          "fp8_block (1x128 activations, 128x128 weights)",
+          kHashed | kStepTime);
+    visit("backward_format", backward_format, "FP8 format of output gradients", one_of(DType::kE4M3, DType::kE5M2),
+          kHashed | kStepTime);
     visit("norm_input", norm_input,
-          "How the norms' inputs are kept for backward: compute, or fp8 (one scale per 1 x group_size)");
-    visit("up_gate", up_gate, "How the outputs of the up and gate projections are kept: compute or fp8");
+          "How the norms' inputs are kept for backward: compute, or fp8 (one scale per 1 x group_size)",
+          kHashed | kStepTime);
+    visit("up_gate", up_gate, "How the outputs of the up and gate projections are kept: compute or fp8",
+          kHashed | kStepTime);
     visit(
         "qkv", qkv,
-        "How rotated q, k and v are kept: compute or fp8. With model.qk_norm they are kept unnormalised and unrotated");
+        "How rotated q, k and v are kept: compute or fp8. With model.qk_norm they are kept unnormalised and unrotated",
+        kHashed | kStepTime);
     visit(
         "head", head,
         "Inputs of the products that make the logits, and of their gradients: compute, or fp8 with the scaling of "
-        "gemm, which is then not compute");
+        "gemm, which is then not compute",
+        kHashed | kStepTime);
     visit(
         "tower", tower,
         "Blocks of a vision tower (model.vision): compute, or fp8: in the formats of the decoder's blocks, which have "
-        "FP8 GEMMs then");
+        "FP8 GEMMs then",
+        kHashed | kStepTime);
     visit("sampled_amax", sampled_amax,
-          "Scale SwiGLU's gradient, in e5m2, by 64 times every 16th token's maximum, where that is enough");
-    visit("group_size", group_size, "Elements per scale of kept FP8 activations", one_of<int64_t>(16, 32, 64, 128));
+          "Scale SwiGLU's gradient, in e5m2, by 64 times every 16th token's maximum, where that is enough",
+          kHashed | kStepTime);
+    visit("group_size", group_size, "Elements per scale of kept FP8 activations", one_of<int64_t>(16, 32, 64, 128),
+          kHashed | kStepTime);
     visit(
         "save_norm_output", save_norm_output,
         "Keep the norm's output for the weight gradient; false recomputes it in backward (same bits), where there is "
-        "a norm: with model.norm_placement = after GEMMs read the residual stream, which is kept as they read it");
+        "a norm: with model.norm_placement = after GEMMs read the residual stream, which is kept as they read it",
+        kStepTime);
     visit(
         "save_silu", save_silu,
         "Keep silu(gate), or what model.activation makes of it, as FP8 and use it in the product, as COAT does; needs "
-        "up_gate = fp8");
+        "up_gate = fp8",
+        kHashed | kStepTime);
     visit("save_product", save_product,
-          "Keep the gated product for the weight gradient; false recomputes it in backward (same bits)");
+          "Keep the gated product for the weight gradient; false recomputes it in backward (same bits)", kStepTime);
     visit(
         "weight_copies", weight_copies,
         "FP8 copies of the weights kept for a whole step: both (row-major, and transposed for input gradients), "
         "rows (transposed on use), or none (quantized on use); same bits, each a byte per parameter less. An FP8 "
         "head has both or none. With ZeRO stage 3 a rank keeps copies of its own shards, which are gathered on use; "
         "transposed ones only if all shards are whole rows and recompute is none. auto: rows where ZeRO stage 3 "
-        "shards the weights over several GPUs, or where finetune.base = fp8 goes with gemm = fp8_tensor, else both");
+        "shards the weights over several GPUs, or where finetune.base = fp8 goes with gemm = fp8_tensor, else both",
+        kRunTime);
     visit(
         "fast_weight_gradient", fast_weight_gradient,
         "fp8_tensor on a GPU: weight gradients, sums over all tokens of the micro-batch, are added up in the tensor "
         "cores' accumulator of about 14 bits, as other products are; true makes the loss worse. false: in fp32 "
-        "every 128 terms");
+        "every 128 terms",
+        kHashed | kStepTime);
     visit("recompute", recompute,
-          "none, or block: keep only each block's input and run the block's forward again in backward (same bits)");
+          "none, or block: keep only each block's input and run the block's forward again in backward (same bits)",
+          kStepTime);
     visit("offload_blocks", offload_blocks,
           "Blocks whose saved activations are offloaded to host memory until backward (same bits): up to "
           "model.num_layers - 2, evenly spread; the copies overlap with other work",
-          IntegerRange{0, kMaxDimension});
+          IntegerRange{0, kMaxDimension}, kStepTime);
     visit(
         "offload_weights", offload_weights,
         "Training keeps the weights of the blocks' linear layers in host memory, where optimizer.offload has their "
         "masters (same bits). GEMMs read FP8 copies that are kept; without any, a block's weights are copied from "
-        "the host one block ahead of their use");
-    visit("eval", eval, "same: evaluate with the training numerics; bf16: evaluate with BF16 linear layers");
+        "the host one block ahead of their use",
+        kRunTime);
+    visit("eval", eval, "same: evaluate with the training numerics; bf16: evaluate with BF16 linear layers",
+          kNoEffect);
   }
 };
 

@@ -24,16 +24,17 @@ struct ScheduleConfig {
   template <typename Visitor>
   void fields(Visitor& visit) {
     visit("kind", kind,
-          "cosine, linear, wsd (warm-up, stable, linear decay at the end) or constant; all with warm-up");
-    visit("warmup_steps", warmup_steps, "Steps of linear warm-up", IntegerRange{});
+          "cosine, linear, wsd (warm-up, stable, linear decay at the end) or constant; all with warm-up", kHashed);
+    visit("warmup_steps", warmup_steps, "Steps of linear warm-up", IntegerRange{}, kHashed);
     visit("warmup_start", warmup_start, "Fraction of lr at which warm-up starts (OLMo: 0.1, Llama: 0)",
-          RealRange{0.0, 1.0});
+          RealRange{0.0, 1.0}, kHashed);
     visit("total_steps", total_steps, "Step at which the schedule reaches its end; 0 means training.steps",
-          IntegerRange{});
-    visit("final_fraction", final_fraction, "Fraction of lr at the end of the schedule", RealRange{0.0, 1.0});
+          IntegerRange{}, kHashed);
+    visit("final_fraction", final_fraction, "Fraction of lr at the end of the schedule", RealRange{0.0, 1.0},
+          kHashed);
     visit("decay_steps", decay_steps,
           "wsd only: length of the final decay; 0 means a tenth of total_steps, or what warm-up leaves of them",
-          IntegerRange{});
+          IntegerRange{}, kHashed);
   }
 };
 
@@ -70,44 +71,50 @@ struct OptimizerConfig {
   template <typename Visitor>
   void fields(Visitor& visit) {
     constexpr RealRange decay_rate{0.0, 1.0, /*max_excluded=*/true};
-    visit("lr", lr, "Peak learning rate", RealRange{});
-    visit("beta1", beta1, "Decay of the first moment", decay_rate);
-    visit("beta2", beta2, "Decay of the second moment", decay_rate);
-    visit("eps", eps, "Added to the square root of the second moment", RealRange{1e-30, 1.0});
+    visit("lr", lr, "Peak learning rate", RealRange{}, kHashed);
+    visit("beta1", beta1, "Decay of the first moment", decay_rate, kHashed);
+    visit("beta2", beta2, "Decay of the second moment", decay_rate, kHashed);
+    visit("eps", eps, "Added to the square root of the second moment", RealRange{1e-30, 1.0}, kHashed);
     visit("weight_decay", weight_decay, "Decoupled weight decay of linear weights; norms are never decayed",
-          RealRange{});
-    visit("decay_embeddings", decay_embeddings, "Also decay the embedding (and so a tied head)");
+          RealRange{}, kHashed);
+    visit("decay_embeddings", decay_embeddings, "Also decay the embedding (and so a tied head)", kHashed);
     visit("clip_norm", clip_norm, "Global gradient norm above which gradients are scaled down; 0: no clipping",
-          RealRange{});
+          RealRange{}, kHashed);
     visit("clip_warmup_steps", clip_warmup_steps,
-          "While step <= this, the limit is clip_norm * clip_warmup_factor (OLMo-7B: 1000)", IntegerRange{});
-    visit("clip_warmup_factor", clip_warmup_factor, "See clip_warmup_steps", RealRange{1.0});
-    visit("states", states, "Format of the moments: fp32, bf16, fp8, or fp8_expanded (dynamic range expansion)");
+          "While step <= this, the limit is clip_norm * clip_warmup_factor (OLMo-7B: 1000)", IntegerRange{},
+          kHashed);
+    visit("clip_warmup_factor", clip_warmup_factor, "See clip_warmup_steps", RealRange{1.0}, kHashed);
+    visit("states", states, "Format of the moments: fp32, bf16, fp8, or fp8_expanded (dynamic range expansion)",
+          kHashed | kConvertedOnResume | kStepTime);
     visit("exp_avg_format", exp_avg_format, "FP8 format of the first moment, for states = fp8 or fp8_expanded",
-          one_of(DType::kE4M3, DType::kE5M2));
+          one_of(DType::kE4M3, DType::kE5M2), kHashed | kConvertedOnResume);
     visit("exp_avg_sq_format", exp_avg_sq_format,
           "Format of the second moment, likewise; bf16: the first moment alone is FP8, as in FP8-LM",
-          one_of(DType::kE4M3, DType::kE5M2, DType::kBF16));
+          one_of(DType::kE4M3, DType::kE5M2, DType::kBF16), kHashed | kConvertedOnResume);
     visit("master", master,
           "Master weights: fp32, fp32_split (same bits in less memory), fp24_split (24 bits), bf16_sr (stochastic "
-          "rounding), or none (if and only if precision.compute = fp32)");
+          "rounding), or none (if and only if precision.compute = fp32)",
+          kHashed | kConvertedOnResume | kStepTime);
     visit(
         "offload", offload,
         "Keep moments and masters of matrices in host memory, where they pass through buffers on the device to each "
-        "update (same bits)");
+        "update (same bits)",
+        kRunTime);
     visit("gradient", gradient, "Number format that gradients are accumulated in",
-          one_of(DType::kF32, DType::kBF16));
+          one_of(DType::kF32, DType::kBF16), kHashed | kStepTime);
     visit("release_gradients", release_gradients,
           "Update the weights of each block as soon as backward has their gradients, and use the gradients' memory "
-          "again; steps of one micro-batch only. Clips by the gradient norm of the step before");
+          "again; steps of one micro-batch only. Clips by the gradient norm of the step before",
+          kHashed | kStepTime);
     visit(
         "frozen", frozen,
         "Names of parameters that are not trained, with * for any text (blocks.0.*): they have no gradients, masters "
-        "or moments");
+        "or moments",
+        kHashed | kFixedOnResume | kStepTime);
     visit("lr_patterns", lr_patterns,
-          "Names of parameters with a learning rate of their own, likewise; the last that matches counts");
+          "Names of parameters with a learning rate of their own, likewise; the last that matches counts", kHashed);
     visit("lr_factors", lr_factors, "Their learning rates relative to that of the run, one for each of lr_patterns",
-          RealRange{});
+          RealRange{}, kHashed);
     visit("schedule", schedule, "Learning rate over the steps");
   }
 };

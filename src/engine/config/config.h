@@ -42,49 +42,55 @@ struct DataConfig {
     visit(
         "train", train,
         "Sources of tokens, each a file or a pattern like \"wiki/*.npy\": raw ids (OLMo's .npy files), Megatron's "
-        ".bin with its .idx, or llm.c's .bin; see docs/data.md");
+        ".bin with its .idx, or llm.c's .bin; see docs/data.md",
+        kHashed | kFixedOnResume);
     visit("weights", weights,
           "Share of each entry of train in every batch, by number of tokens (only the ratios count); []: all "
           "entries are one source, read once per epoch",
-          RealRange{});
-    visit("eval", eval, "Held-out token files, in the same formats");
-    visit("token_dtype", token_dtype, "Type of a token id in raw files; other formats store it");
+          RealRange{}, kHashed | kFixedOnResume);
+    visit("eval", eval, "Held-out token files, in the same formats", kNoEffect);
+    visit("token_dtype", token_dtype, "Type of a token id in raw files; other formats store it",
+          kHashed | kFixedOnResume);
     visit("sequence_length", sequence_length, "Tokens per training sequence; each file is cut into whole sequences",
-          IntegerRange{2, kMaxDimension});
-    visit("seed", seed, "Seed of the data order; epoch e uses seed + e", IntegerRange{});
+          IntegerRange{2, kMaxDimension}, kHashed | kFixedOnResume | kStepTime);
+    visit("seed", seed, "Seed of the data order; epoch e uses seed + e", IntegerRange{}, kHashed | kFixedOnResume);
     visit("shuffle", shuffle,
-          "Shuffle the sequences of each epoch (in OLMo's order); false reads them in file order");
+          "Shuffle the sequences of each epoch (in OLMo's order); false reads them in file order",
+          kHashed | kFixedOnResume);
     visit("loss_mask", loss_mask,
           "Compute the loss only on tokens that a mask file beside each token file (x.npy.mask) marks, as in "
-          "fine-tuning");
-    visit(
-        "documents", documents,
-        "joined: a token attends to everything before it in its sequence; separate: only within its own document");
+          "fine-tuning",
+          kHashed | kFixedOnResume);
+    visit("documents", documents,
+          "joined: a token attends to everything before it in its sequence; separate: only within its own document",
+          kHashed | kFixedOnResume | kStepTime);
     visit(
         "document_start", document_start,
         "With documents = separate: the token id that begins a document, which may also be document_end; -1: none "
         "does",
-        IntegerRange{-1, kMaxDimension});
+        IntegerRange{-1, kMaxDimension}, kHashed | kFixedOnResume | kStepTime);
     visit(
         "document_end", document_end,
         "With documents = separate: the token id that ends a document; -1: none does. Without either id documents "
         "begin where Megatron's index or the mask file says",
-        IntegerRange{-1, kMaxDimension});
+        IntegerRange{-1, kMaxDimension}, kHashed | kFixedOnResume | kStepTime);
     visit("checksum", checksum,
           "Read all training files once at the start and keep their checksums in checkpoints, so that resuming "
-          "detects any change; false: compare only names, sizes, beginnings and ends");
+          "detects any change; false: compare only names, sizes, beginnings and ends",
+          kNoEffect);
     visit("prefetch_batches", prefetch_batches,
-          "Micro-batches that the loader thread keeps ready, at least those of a step", IntegerRange{1, 65536});
+          "Micro-batches that the loader thread keeps ready, at least those of a step", IntegerRange{1, 65536},
+          kNoEffect);
     visit("images_per_sequence", images_per_sequence,
           "With model.vision.tower: for how many images of each sequence there is room, which every micro-batch "
           "computes, blank where there are fewer",
-          IntegerRange{0, 65536});
+          IntegerRange{0, 65536}, kHashed | kStepTime);
     visit(
         "tokenizer", tokenizer,
         "Folder with the tokenizer.json of the token files, which the run copies for `parka generate` and `parka "
         "export`. Empty: that of checkpoint.init_from, else the folder `tokenizer` beside the first file of train, "
         "if there is one",
-        MayBeEmpty{});
+        MayBeEmpty{}, kNoEffect);
   }
 };
 
@@ -110,34 +116,36 @@ struct TrainingConfig {
   template <typename Visitor>
   void fields(Visitor& visit) {
     constexpr IntegerRange batch{1, kMaxDimension};
-    visit("steps", steps, "Optimizer steps to train for", IntegerRange{});
+    visit("steps", steps, "Optimizer steps to train for", IntegerRange{}, kNoEffect);
     visit("global_batch_size", global_batch_size, "Sequences per optimizer step over all ranks and accumulation",
-          batch);
+          batch, kHashed | kFixedOnResume | kRunTime);
     visit("micro_batch_size", micro_batch_size,
-          "Sequences per forward/backward on one rank; must divide global_batch_size", batch);
-    visit("seed", seed, "Seed of the weights and of stochastic rounding", IntegerRange{});
+          "Sequences per forward/backward on one rank; must divide global_batch_size", batch, kHashed | kStepTime);
+    visit("seed", seed, "Seed of the weights and of stochastic rounding", IntegerRange{}, kHashed);
     visit("z_loss", z_loss,
           "Weight of the z-loss, the squared log-partition function (OLMo's option: 1e-4); 0: "
           "off",
-          RealRange{});
-    visit("eval_interval", eval_interval, "Steps between evaluations, and one at the end; 0: never",
-          IntegerRange{});
+          RealRange{}, kHashed);
+    visit("eval_interval", eval_interval, "Steps between evaluations, and one at the end; 0: never", IntegerRange{},
+          kNoEffect);
     visit("eval_sequences", eval_sequences,
-          "Held-out sequences per evaluation, spread evenly over the files; 0: all", IntegerRange{});
-    visit("non_finite", non_finite, "NaN or Inf in loss or gradients: stop (exit code 3), or skip the step");
+          "Held-out sequences per evaluation, spread evenly over the files; 0: all", IntegerRange{}, kNoEffect);
+    visit("non_finite", non_finite, "NaN or Inf in loss or gradients: stop (exit code 3), or skip the step",
+          kNoEffect);
     visit("max_skipped_steps", max_skipped_steps, "With non_finite = skip: stop after this many skips in a row",
-          IntegerRange{1});
+          IntegerRange{1}, kNoEffect);
     visit("spike_window", spike_window,
           "Skip the update of a step whose loss or gradient norm exceeds the mean of so many steps before it by "
           "spike_sigma standard deviations; the first half window is not judged; 0: off (OLMo 2: 128)",
-          IntegerRange{0, 65536});
-    visit("spike_sigma", spike_sigma, "Standard deviations above the mean that make a spike", RealRange{1e-3});
+          IntegerRange{0, 65536}, kHashed);
+    visit("spike_sigma", spike_sigma, "Standard deviations above the mean that make a spike", RealRange{1e-3},
+          kHashed);
     visit("log_interval", log_interval, "Steps between progress lines; metrics are written for every step",
-          IntegerRange{1});
+          IntegerRange{1}, kNoEffect);
     visit("logits_chunk_tokens", logits_chunk_tokens,
           "Tokens whose logits are computed at a time; fewer take "
           "less memory",
-          IntegerRange{1, kMaxDimension});
+          IntegerRange{1, kMaxDimension}, kHashed | kStepTime);
   }
 };
 
@@ -171,39 +179,47 @@ struct FinetuneConfig {
     visit(
         "method", method,
         "full: what optimizer.frozen leaves is trained; lora: adapters alone, beside frozen weights; qst: a narrow "
-        "network beside the frozen model, through which no gradient goes (Quantized Side Tuning)");
+        "network beside the frozen model, through which no gradient goes (Quantized Side Tuning)",
+        kModelField);
     visit(
         "base", base,
         "How the frozen weights of the blocks' linear layers are kept: compute (as precision says, with the weights in "
         "precision.compute); fp8: as the FP8 codes that GEMMs read, alone; nf4 or fp4: in 4 bits, with bitsandbytes' "
-        "formats, and decoded before each product");
-    visit("rank", rank, "lora: rank of each adapter; qst: of downsample = lora and adapter",
-          IntegerRange{1, 65536});
-    visit("alpha", alpha, "lora: adapters are multiplied by alpha / rank", RealRange{});
-    visit("rslora", rslora, "lora: multiply adapters by alpha / sqrt(rank) instead, as in rsLoRA");
+        "formats, and decoded before each product",
+        kHashed | kFixedOnResume | kStepTime);
+    visit("rank", rank, "lora: rank of each adapter; qst: of downsample = lora and adapter", IntegerRange{1, 65536},
+          kModelField);
+    visit("alpha", alpha, "lora: adapters are multiplied by alpha / rank", RealRange{},
+          kHashed | kFixedOnResume | kWeights);
+    visit("rslora", rslora, "lora: multiply adapters by alpha / sqrt(rank) instead, as in rsLoRA",
+          kHashed | kFixedOnResume | kWeights);
     visit("dropout", dropout,
           "lora: probability with which each element of an adapter's input is left out in training, as in peft",
-          RealRange{0.0, 1.0, true});
+          RealRange{0.0, 1.0, true}, kHashed | kFixedOnResume | kStepTime);
     visit("targets", targets,
           "lora: linear layers with adapters, of q_proj, k_proj, v_proj, "
-          "o_proj, gate_proj, up_proj and down_proj");
+          "o_proj, gate_proj, up_proj and down_proj",
+          kModelField);
     visit("reduction", reduction,
           "qst: what the model's width and feed-forward width are divided by, for those of the side network",
-          IntegerRange{1, 65536});
+          IntegerRange{1, 65536}, kModelField);
     visit(
         "downsample", downsample,
         "qst: how a side layer reads what a frozen one hands on: linear; lora: by two factors; adapter: with SiLU "
-        "between them; max_pool or avg_pool: groups of `reduction` numbers, without weights");
+        "between them; max_pool or avg_pool: groups of `reduction` numbers, without weights",
+        kModelField);
     visit("side_head_dim", side_head_dim,
           "qst: width of a head of the side network, even; 0 means 64, or the side network's width if that is less",
-          IntegerRange{0, kMaxDimension});
+          IntegerRange{0, kMaxDimension}, kModelField);
     visit("mix", mix,
           "qst: how the side network's output joins the model's: additive: n + u, where u begins at 0; paper: "
-          "a n + (1 - a) u, where a is learnt and begins at 1");
+          "a n + (1 - a) u, where a is learnt and begins at 1",
+          kModelField);
     visit(
         "kept", kept,
         "qst: how what frozen layers hand on is kept for the weights that read it: compute, or fp8 (one scale per 1 x "
-        "precision.group_size)");
+        "precision.group_size)",
+        kModelField);
   }
 };
 
@@ -220,20 +236,20 @@ struct CheckpointConfig {
 
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("folder", folder, "Run folder: checkpoints, metrics.jsonl and the resolved config go here");
-    visit("interval", interval, "Steps between saves; 0: never", IntegerRange{});
-    visit("keep", keep, "Newest complete checkpoints to keep; 0: all", IntegerRange{});
-    visit("async", async, "Write from a background thread while training continues");
-    visit("save_final", save_final, "Save after the last step");
+    visit("folder", folder, "Run folder: checkpoints, metrics.jsonl and the resolved config go here", kNoEffect);
+    visit("interval", interval, "Steps between saves; 0: never", IntegerRange{}, kNoEffect);
+    visit("keep", keep, "Newest complete checkpoints to keep; 0: all", IntegerRange{}, kNoEffect);
+    visit("async", async, "Write from a background thread while training continues", kNoEffect);
+    visit("save_final", save_final, "Save after the last step", kNoEffect);
     visit(
         "on_saved", on_saved,
         "Shell command that rank 0 runs beside the training for each complete checkpoint, whose folder is {path}; empty: none",
-        MayBeEmpty{});
+        MayBeEmpty{}, kNoEffect);
     visit(
         "init_from", init_from,
         "Checkpoint, run folder or imported model whose weights a new run starts from, at step 0 and with a fresh "
         "optimizer; its number formats may differ. Empty: random weights",
-        MayBeEmpty{});
+        MayBeEmpty{}, kHashed);
   }
 };
 
@@ -248,13 +264,13 @@ struct TelemetryConfig {
     visit("interval", interval,
           "Steps between reports of the quantization error of each kind of FP8 tensor and of attention, see "
           "docs/telemetry.md; 0: never. Does not change a bit of the training",
-          IntegerRange{});
+          IntegerRange{}, kNoEffect);
     visit(
         "imbalance_limit", imbalance_limit,
         "Warn where the gradients of attention's scores, which add up to zero in each row, are off by more than "
         "this in three reports in a row, with model.qk_norm by more than ten times this, see docs/telemetry.md; 0: "
         "never",
-        RealRange{});
+        RealRange{}, kNoEffect);
   }
 };
 
@@ -269,10 +285,11 @@ struct EvaluationConfig {
   void fields(Visitor& visit) {
     visit("sets", sets,
           "Named sets of held-out token files, each with its own loss: NAME=FILE; entries with the same name are "
-          "one set");
-    visit("tasks", tasks, "Request files of multiple-choice tasks, made by scripts/prepare_eval.py");
+          "one set",
+          kNoEffect);
+    visit("tasks", tasks, "Request files of multiple-choice tasks, made by scripts/prepare_eval.py", kNoEffect);
     visit("task_documents", task_documents, "Documents of each task per evaluation, spread evenly over it; 0: all",
-          IntegerRange{});
+          IntegerRange{}, kNoEffect);
   }
 };
 
@@ -288,17 +305,17 @@ struct DistributedConfig {
     visit("zero_stage", zero_stage,
           "ZeRO stage, what is sharded over the ranks: 0: nothing; 1: master weights and moments; 2: and "
           "gradients; 3: and weights",
-          IntegerRange{0, 3});
+          IntegerRange{0, 3}, kRunTime);
     visit("shard_size", shard_size,
           "Number of consecutive ranks to shard over, e.g. the GPUs of a node; groups of this size replicate each "
           "other and all-reduce their gradients once per step; 0: all ranks",
-          IntegerRange{});
+          IntegerRange{}, kRunTime);
     visit(
         "context_parallel", context_parallel,
         "Number of consecutive ranks that share each sequence, for long ones: each has a part of the tokens, and in "
         "attention a part of the heads. Divides the number of ranks, data.sequence_length and the numbers of heads, "
         "see docs/distributed.md",
-        IntegerRange{1, 1024});
+        IntegerRange{1, 1024}, kRunTime);
   }
 };
 
@@ -314,15 +331,15 @@ struct ReliabilityConfig {
     visit("replay_interval", replay_interval,
           "Steps between replays: one micro-batch is computed twice, and its gradients must be bitwise equal; 0: "
           "never. Does not change a bit of the training",
-          IntegerRange{});
+          IntegerRange{}, kNoEffect);
     visit("state_interval", state_interval,
           "Steps between checks that weights and optimizer states do not change between two updates; also before "
           "each save; 0: never",
-          IntegerRange{});
+          IntegerRange{}, kNoEffect);
     visit("replica_interval", replica_interval,
           "Steps between comparisons of weights and optimizer states that several ranks hold; also before each "
           "save; 0: never",
-          IntegerRange{});
+          IntegerRange{}, kNoEffect);
   }
 };
 
@@ -338,13 +355,13 @@ struct DeviceConfig {
 
   template <typename Visitor>
   void fields(Visitor& visit) {
-    visit("kind", kind, "cuda: a GPU; cpu: the CPU; auto: a GPU if there is one");
+    visit("kind", kind, "cuda: a GPU; cpu: the CPU; auto: a GPU if there is one", kNoEffect);
     visit(
         "gemm_tuning", gemm_tuning,
         "GEMM algorithms on a GPU. auto: a run takes a file for its GPU from configs/tuning, or tunes once where it "
         "is long, and keeps them in its folder; off, or empty: cuBLASLt's first choices; else a file that `parka "
         "tune` wrote for this GPU",
-        MayBeEmpty{});
+        MayBeEmpty{}, kStepTime);
   }
 };
 

@@ -36,42 +36,47 @@ class TableBuilder {
     TableBuilder nested(table_, prefix_ + key + ".");
     section.fields(nested);
   }
-  void operator()(const char* key, bool& value, const char* help) { add(key, help, BooleanField{&value}); }
-  void operator()(const char* key, int64_t& value, const char* help, IntegerRange range) {
-    add(key, help, IntegerField{&value, range, {}});
+  void operator()(const char* key, bool& value, const char* help, Effects effects) {
+    add(key, help, effects, BooleanField{&value});
+  }
+  void operator()(const char* key, int64_t& value, const char* help, IntegerRange range, Effects effects) {
+    add(key, help, effects, IntegerField{&value, range, {}});
   }
   template <size_t N>
-  void operator()(const char* key, int64_t& value, const char* help, const OneOf<int64_t, N>& limit) {
+  void operator()(const char* key, int64_t& value, const char* help, const OneOf<int64_t, N>& limit,
+                  Effects effects) {
     const auto [low, high] = std::minmax_element(limit.values.begin(), limit.values.end());
-    add(key, help, IntegerField{&value, {*low, *high}, {limit.values.begin(), limit.values.end()}});
+    add(key, help, effects, IntegerField{&value, {*low, *high}, {limit.values.begin(), limit.values.end()}});
   }
-  void operator()(const char* key, double& value, const char* help, RealRange range) {
-    add(key, help, RealField{&value, range});
+  void operator()(const char* key, double& value, const char* help, RealRange range, Effects effects) {
+    add(key, help, effects, RealField{&value, range});
   }
-  void operator()(const char* key, std::string& value, const char* help) { add(key, help, TextField{&value}); }
-  void operator()(const char* key, std::string& value, const char* help, MayBeEmpty) {
-    add(key, help, TextField{&value, true});
+  void operator()(const char* key, std::string& value, const char* help, Effects effects) {
+    add(key, help, effects, TextField{&value});
   }
-  void operator()(const char* key, std::vector<std::string>& value, const char* help) {
-    add(key, help, TextListField{&value});
+  void operator()(const char* key, std::string& value, const char* help, MayBeEmpty, Effects effects) {
+    add(key, help, effects, TextField{&value, true});
   }
-  void operator()(const char* key, std::vector<double>& value, const char* help, RealRange range) {
-    add(key, help, RealListField{&value, range});
+  void operator()(const char* key, std::vector<std::string>& value, const char* help, Effects effects) {
+    add(key, help, effects, TextListField{&value});
+  }
+  void operator()(const char* key, std::vector<double>& value, const char* help, RealRange range, Effects effects) {
+    add(key, help, effects, RealListField{&value, range});
   }
   template <NamedEnum E>
-  void operator()(const char* key, E& value, const char* help) {
+  void operator()(const char* key, E& value, const char* help, Effects effects) {
     EnumField field{bytes_of(value), {}};
     for (const auto& [choice, name] : EnumNames<E>::kAll) {
       field.choices.push_back({static_cast<uint8_t>(choice), name});
     }
-    add(key, help, std::move(field));
+    add(key, help, effects, std::move(field));
   }
   template <size_t N>
-  void operator()(const char* key, DType& value, const char* help, const OneOf<DType, N>& limit) {
+  void operator()(const char* key, DType& value, const char* help, const OneOf<DType, N>& limit, Effects effects) {
     EnumField field{bytes_of(value), {}};
     for (const DType choice : limit.values)
       field.choices.push_back({static_cast<uint8_t>(choice), name_of(choice)});
-    add(key, help, std::move(field));
+    add(key, help, effects, std::move(field));
   }
 
  private:
@@ -81,8 +86,8 @@ class TableBuilder {
     return reinterpret_cast<uint8_t*>(&value);
   }
   template <typename Target>
-  void add(const char* key, const char* help, Target target) {
-    table_.fields.push_back({prefix_ + key, help, std::move(target)});
+  void add(const char* key, const char* help, Effects effects, Target target) {
+    table_.fields.push_back({prefix_ + key, help, effects, std::move(target)});
   }
 
   ConfigTable& table_;

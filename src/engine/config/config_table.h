@@ -48,6 +48,7 @@ struct EnumField {
 struct ConfigField {
   std::string path;  // "optimizer.schedule.kind"
   std::string_view help;
+  Effects effects;
   std::variant<BooleanField, IntegerField, RealField, TextField, TextListField, RealListField, EnumField> target;
 };
 

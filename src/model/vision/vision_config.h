@@ -97,34 +97,40 @@ struct VisionConfig {
     visit(
         "tower", tower.kind,
         "none: a model of text alone; clip: a class token, a LayerNorm in front of the blocks; siglip: neither, but "
-        "a bias of the patch embedding. The other keys' defaults are those of CLIP ViT-L/14-336");
-    visit("width", tower.width, "Width of the tower's residual stream", dimension);
+        "a bias of the patch embedding. The other keys' defaults are those of CLIP ViT-L/14-336",
+        kModelField);
+    visit("width", tower.width, "Width of the tower's residual stream", dimension, kModelField);
     visit("num_layers", tower.num_layers, "Blocks of the whole tower; those behind feature_layer are left out",
-          IntegerRange{1, 10000});
-    visit("num_heads", tower.num_heads, "Attention heads of the tower, a divisor of width", dimension);
-    visit("d_ffn", tower.d_ffn, "Inner width of the tower's MLPs", dimension);
-    visit("image_size", tower.image_size, "Pixels of each side of an image", IntegerRange{1, 65536});
-    visit("patch_size", tower.patch_size, "Pixels of each side of a patch", IntegerRange{1, 65536});
+          IntegerRange{1, 10000}, kModelField);
+    visit("num_heads", tower.num_heads, "Attention heads of the tower, a divisor of width", dimension, kModelField);
+    visit("d_ffn", tower.d_ffn, "Inner width of the tower's MLPs", dimension, kModelField);
+    visit("image_size", tower.image_size, "Pixels of each side of an image", IntegerRange{1, 65536}, kModelField);
+    visit("patch_size", tower.patch_size, "Pixels of each side of a patch", IntegerRange{1, 65536}, kModelField);
     visit("activation", tower.activation,
-          "Of the tower's MLPs: quick_gelu (CLIP), gelu_tanh (SigLIP), or gelu, the exact form");
+          "Of the tower's MLPs: quick_gelu (CLIP), gelu_tanh (SigLIP), or gelu, the exact form", kModelField);
     visit("norm_eps", tower.norm_eps, "Added to the variance in the tower's norms; SigLIP: 1e-6",
-          RealRange{1e-30, 1.0});
+          RealRange{1e-30, 1.0}, kHashed | kFixedOnResume | kWeights);
     visit("pixel_mean", tower.pixel_mean,
-          "By channel: pixels are (byte / 255 - pixel_mean) / pixel_deviation; SigLIP: 0.5 each", RealRange{});
-    visit("pixel_deviation", tower.pixel_deviation, "See pixel_mean; SigLIP: 0.5 each", RealRange{1e-6});
+          "By channel: pixels are (byte / 255 - pixel_mean) / pixel_deviation; SigLIP: 0.5 each", RealRange{},
+          kHashed | kFixedOnResume | kWeights);
+    visit("pixel_deviation", tower.pixel_deviation, "See pixel_mean; SigLIP: 0.5 each", RealRange{1e-6},
+          kHashed | kFixedOnResume | kWeights);
     visit("feature_layer", tower.feature_layer,
           "The hidden state that the projector reads: l is the output of the l-th block; negative: from the last "
           "one, -1",
-          IntegerRange{-10000, 10000});
-    visit("keep_class_token", tower.keeps_class_token, "clip: the projector reads the class token, too");
+          IntegerRange{-10000, 10000}, kModelField);
+    visit("keep_class_token", tower.keeps_class_token, "clip: the projector reads the class token, too",
+          kModelField);
     visit("projector", projector.kind,
           "From features to rows of the residual stream: linear; mlp2x_gelu: linear, GELU, linear (LLaVA 1.5); "
-          "mlp_downsample: 2 x 2 features side by side, LayerNorm, linear, GELU, linear (VILA)");
+          "mlp_downsample: 2 x 2 features side by side, LayerNorm, linear, GELU, linear (VILA)",
+          kModelField);
     visit("column_major", projector.column_major,
-          "mlp_downsample: an image's rows come column by column, as in VILA 1.5; false: row by row, as in NVILA");
+          "mlp_downsample: an image's rows come column by column, as in VILA 1.5; false: row by row, as in NVILA",
+          kHashed | kFixedOnResume | kWeights);
     visit("image_token", image_token,
           "The token id that marks the rows of images in token files; it is never looked up. Needed with a tower",
-          IntegerRange{-1, kMaxDimension});
+          IntegerRange{-1, kMaxDimension}, kHashed | kFixedOnResume | kWeights);
   }
 };
 
