@@ -128,7 +128,7 @@ class Documents(Trained):
         tokenizer = self.one_token("one", qwen_like, "<|endoftext|>", add_bos_token=True)
         self.assertIn("document_start", self.printed(tokenizer))
         self.assert_told_apart(tokenizer)
-        self.assert_told_apart(tokenizer, ("a", "a longer one of several words", "b", "c", "\n"))
+        self.assert_told_apart(tokenizer, ("a", "a longer one of several words", "b", "c"))
 
     def test_a_post_processor_puts_it_there(self):
         tokenizer = self.one_token("front", llama3_like, "<|begin_of_text|>")

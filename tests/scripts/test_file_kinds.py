@@ -308,6 +308,8 @@ class Nulls(Tables):
 
 
 def limit_memory():
+    # Address space counts what allocators reserve for each core of the machine, too.
+    os.environ |= {"MALLOC_ARENA_MAX": "1", "ARROW_DEFAULT_MEMORY_POOL": "system", "OMP_NUM_THREADS": "1"}
     resource.setrlimit(resource.RLIMIT_AS, (1_000_000_000, 1_000_000_000))
 
 
