@@ -341,10 +341,12 @@ class Data(DataFolder):
         for sound in (parka("data", tokens, "--dtype", "uint32"), self.train(config, "--set", "data.token_dtype=uint32")):
             self.assert_exit(sound, 0)
         # Files that it does not name may be of another kind, and another data.json is none of ours.
-        for text in ('{"dtype": "uint32", "train": {"files": ["other.npy"]}}', '{"dtype": 32}', "[1]", "{"):
+        for text, code in (('{"dtype": "uint32", "train": {"files": ["other.npy"]}}', 0), ('{"dtype": 32}', 0), ("[1]", 0), ("{", 2), ("", 2)):
             with open(described, "w", encoding="utf-8") as file:
                 file.write(text)
-            self.assert_exit(parka("data", tokens), 0)
+            said = parka("data", tokens)
+            self.assert_exit(said, code)
+            self.assertEqual("data.json" in said.stderr, code == 2, said.stderr)
 
     def test_a_file_that_is_not_all_there_is_warned_of(self):
         whole = 3 << 16  # bytes; a file system keeps less than some KiB in one piece

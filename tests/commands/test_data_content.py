@@ -213,8 +213,14 @@ class Documents(DataFolder):
         shutil.rmtree(self.path("run"))
         self.assert_all_take(self.config(files))  # documents may be joined
 
+    def test_ids_of_other_documents_are_refused(self):
+        files = self.write_documents("made", bos=[], eos=self.ONE)
+        for data in ({"document_end": 0}, {"document_start": 5}, {"document_start": 5, "document_end": 5}):
+            self.assert_all_refuse(self.config(files, documents="separate", **data), files[0], "data.document_end=5")
+        self.assert_all_take(self.config(files, documents="separate", document_end=5))
+
     def test_tokens_that_begin_documents_are_enough(self):
-        files = self.describe("made", ["train-00000.npy"])
+        files = self.describe("made", ["train-00000.npy"], bos=[self.ONE])
         self.write("made/train-00000.npy", array.array("H", [self.ONE, *range(10, 23)] * 3).tobytes())
         path = self.write_config(self.config(files, documents="separate", document_start=self.ONE))
         self.assertIn(", 3 documents", parka("data", path).stdout)

@@ -16,18 +16,26 @@ namespace {
 namespace fs = std::filesystem;
 using nlohmann::json;
 
-// The file's content where it is that of a data.json; null where it is not there, or anything else.
+// The file's content where it is that of a data.json; null where it is not there, or what another program wrote.
+// Throws Error(kBadInput) if it is cut: what it said would no longer count.
 json read_description(const fs::path& path) {
   constexpr uintmax_t kMost = uintmax_t{1} << 24;  // a data set of another program may have the name, too
   std::error_code failed;
   const uintmax_t size = fs::file_size(path, failed);
   if (failed || size > kMost) return nullptr;
+  json read;
   try {
-    json read = json::parse(read_text(path.string(), kMost), nullptr, false);
-    return read.is_object() && read.value("dtype", json()).is_string() ? read : nullptr;
+    read = json::parse(read_text(path.string(), kMost), nullptr, false);
   } catch (const Error&) {
     return nullptr;
   }
+  if (read.is_discarded()) {
+    throw_bad_input(
+        "{}: is empty or cut, and says how the token files beside it are to be read; copy it again, or move it away if "
+        "it is not of scripts/prepare_data.py",
+        path.string());
+  }
+  return read.is_object() && read.value("dtype", json()).is_string() ? read : nullptr;
 }
 
 bool has_file(const json& split, const std::string& file) {
@@ -70,6 +78,23 @@ void check_packing(const fs::path& file, const json& description, const DataConf
       file.string(), description_path(file).string(), fmt::join(wrong, ", "), fmt::join(wanted, ", "));
 }
 
+// Ids that begin and end documents are those that the data were made with.
+void check_document_ids(const fs::path& file, const json& description, DocumentIds ids) {
+  const std::optional<int64_t> eos = integer_of(description, "eos");
+  if (!ids.any() || !eos || description.contains("chat")) return;
+  const json bos = description.value("bos", json::array());
+  const int64_t start =
+      bos.is_array() && !bos.empty() && bos.front().is_number_integer() ? bos.front().get<int64_t>() : -1;
+  const bool is_shared = shared_document_id(description).has_value();
+  const bool fits = is_shared ? ids == DocumentIds{start, *eos}
+                              : (ids.start < 0 || ids.start == start) && (ids.end < 0 || ids.end == *eos);
+  if (fits) return;
+  throw_bad_input(
+      "{}: its documents {} end with id {}, as {} says; set data.document_start={} and data.document_end={}",
+      file.string(), start < 0 ? std::string() : fmt::format("begin with id {} and", start), *eos,
+      description_path(file).string(), start, *eos);
+}
+
 }  // namespace
 
 fs::path description_path(const fs::path& file) { return file.parent_path() / "data.json"; }
@@ -106,12 +131,7 @@ void check_described(const fs::path& file, const json& description, const Config
   const DataConfig& data = config.data;
   check_described_type(file, description, data.token_dtype);
   check_packing(file, description, data);
-  const std::optional<int64_t> shared = shared_document_id(description);
-  if (!shared || !data.document_ids().any() || data.document_ids() == DocumentIds{*shared, *shared}) return;
-  throw_bad_input(
-      "{}: its documents begin and end with id {}, as {} says; set data.document_start={} and "
-      "data.document_end={}",
-      file.string(), *shared, description_path(file).string(), *shared, *shared);
+  check_document_ids(file, description, data.document_ids());
 }
 
 std::string described_tokenizer(const json& description) {
