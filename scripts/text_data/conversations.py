@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import json
 import re
 
@@ -14,7 +15,11 @@ PARTS_COUNT = ("train_detail", "training_detail")  # of parts of a message
 TARGETS_KEYS = (*COUNTS, MASKED, *PARTS_COUNT)
 # What a checked message says if none of it is a target; the others do not have it.
 TRAIN = "train"
-RECORD_KEYS = ("messages", "tools", *TARGETS_KEYS)
+# What other tools read beside the messages of a record, or of one message: a model would be trained as if it were not there.
+UNREAD = ("system", "system_prompt", "functions", "image", "images", "video", "videos", "audio", "audios")
+RECORD_KEYS = ("messages", "tools", *UNREAD, *TARGETS_KEYS)
+ROLES = ("system", "developer", "user", "assistant", "tool", "function")
+OF_ASSISTANT = ("model", "gpt", "bot", "ai", "chatbot")  # what others call it
 # Lists of messages in other forms, for advice.
 OTHER_FORMS = {"conversations": "ShareGPT's", "instruction": "Alpaca's"}
 
@@ -30,6 +35,7 @@ def conversation_of(record: object, place: str, is_utf8: bool = True) -> bytes:
             f'{place}: has no list "messages" with a message in it; --chat wants one conversation per record; {advice} docs/data.md has '
             "commands of jq (Fine-tuning: masks and documents)"
         )
+    refuse_unread(record, f"{place}: the record")
     is_for_training = is_target(record, f"{place}: the record", may_be=True)
     kept = {"messages": [message_of(m, f"{place}: message {number}", is_for_training) for number, m in enumerate(messages, 1)]}
     if (tools := list_of(record, "tools", f"{place}: its")) is not None:
@@ -50,10 +56,29 @@ def message_of(message: object, place: str, is_for_training: bool) -> dict:
     keys = ("role",) if kept.get("tool_calls") and "content" not in kept else ("role", "content")
     if not all(isinstance(kept.get(key), str) for key in keys):
         raise InputError(f'{place} has no strings "role" and "content"; fix it or leave it out')
+    refuse_unread(message, place)
+    refuse_misspelt(kept["role"], place)
     is_of_assistant = kept["role"] == "assistant"
     if not is_target(message, place, may_be=is_of_assistant) or not is_for_training:
         kept |= {TRAIN: False} if is_of_assistant else {}
     return kept
+
+
+def refuse_unread(said: dict, place: str) -> None:
+    """A record or a message with pictures, say, or with a system prompt that is no message."""
+    if (key := next((key for key in UNREAD if said.get(key)), None)) is not None:
+        advice = "make it the first message" if key.startswith("system") else "leave it out, or the record"
+        raise InputError(f'{place} has "{key}", which is not read; {advice}')
+
+
+def refuse_misspelt(role: str, place: str) -> None:
+    """A role that stands for a usual one, whose words would be shown as those of somebody else and never learnt. Others are templates' own."""
+    if role in ROLES:
+        return
+    plain = role.strip().lower()
+    meant = "assistant" if plain in OF_ASSISTANT else plain if plain in ROLES else next(iter(difflib.get_close_matches(plain, ROLES, 1, 0.8)), None)
+    if meant is not None:
+        raise InputError(f'{place} has the role "{role}"; write "{meant}"')
 
 
 def text_of_parts(parts: list, place: str) -> str:

@@ -147,6 +147,8 @@ class JsonTokenizer:
     def _named(self, name: str, option: str) -> int:
         if (token := self.id_of(name)) is None:
             raise InputError(f"{self.path}: has no token {name}; give {option} another name")
+        if len(name) == 1 or name.isdigit():  # an id where a name is wanted, or a sign that ends sentences
+            raise InputError(f"{self.path}: {name} is a token of ordinary text (id {token}); give {option} the name of a special token")
         return token
 
     def _told_failures(self) -> contextlib.AbstractContextManager[None]:

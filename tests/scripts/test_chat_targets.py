@@ -199,6 +199,22 @@ class Turns(Targets):
         self.refuse_record(chat, {}, "{% generation %}", template=written.replace("END", end))
 
 
+class Unread(Targets):
+    """What a record or a message has that would be passed over."""
+
+    def test_keys_that_others_read_are_refused(self):
+        for record in ({"system": "You are Al."}, {"system_prompt": "Be brief."}, {"functions": [{"name": "f"}]}, {"images": ["a.png"]}, {"audio": "a.wav"}):
+            with self.subTest(record):
+                self.refuse_record([user("hi"), assistant("hello")], record, f'"{next(iter(record))}"')
+        self.refuse_record([user("hi") | {"image": "a.png"}, assistant("hello")], {}, "message 1", '"image"')
+        self.targets([{"messages": GOOD, "images": [], "system": ""}])  # as tables have them that hold others, too
+
+    def test_roles_that_are_misspelt_are_refused(self):
+        for role, meant in (("assistent", "assistant"), ("Assistant", "assistant"), ("assistant ", "assistant"), ("model", "assistant"), ("sytem", "system")):
+            with self.subTest(role):
+                self.refuse_record([user("hi"), assistant("hello"), {"role": role, "content": "x"}], {}, "message 3", f'"{role}"', f'"{meant}"')
+
+
 class Content(Targets):
     """Content of messages that leaves no trace in the text."""
 
