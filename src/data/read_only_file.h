@@ -1,10 +1,10 @@
 #pragma once
-#include <compare>
 #include <cstddef>
 #include <cstdint>
 #include <optional>
 #include <span>
 #include <string>
+#include <utility>
 
 namespace parka {
 
@@ -43,11 +43,8 @@ class ReadOnlyFile {
   int descriptor_ = -1;
 };
 
-// A file by whatever path, among those of this machine.
-struct FileId {
-  uint64_t device, inode;
-  auto operator<=>(const FileId&) const = default;
-};
+// A file by whatever path, among those of this machine: its device and inode.
+using FileId = std::pair<uint64_t, uint64_t>;
 // nullopt if there is none at `path`, as far as can be known.
 std::optional<FileId> file_id(const std::string& path);
 

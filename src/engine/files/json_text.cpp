@@ -76,11 +76,11 @@ class Builder final : public nlohmann::json_sax<Json> {
 
   bool key(std::string& value) override {
     Level& level = open_.back();
-    if (!level.keys.insert(value).second) {
-      level.key = std::move(value);
+    const bool is_new = level.keys.insert(value).second;
+    level.key = std::move(value);
+    if (!is_new) {
       throw_bad_input("{}: {}: given twice; keep one", printable(source_), printable(path()));
     }
-    level.key = std::move(value);
     return true;
   }
 
