@@ -172,12 +172,6 @@ void check_size(const Config& c) {
   make_parameter_table(c.model, c.optimizer.decay_embeddings, c.parameter_rules());
   const double tokens =
       static_cast<double>(c.training.micro_batch_size) * static_cast<double>(c.data.sequence_length);
-  if (tokens / static_cast<double>(c.distributed.context_parallel) > static_cast<double>(kMaxDimension)) {
-    throw_bad_input(
-        "training.micro_batch_size = {} x data.sequence_length = {} = {:.3g} tokens, more than a rank can take at a "
-        "time ({}); make one of them smaller",
-        c.training.micro_batch_size, c.data.sequence_length, tokens, kMaxDimension);
-  }
   const double width = static_cast<double>(std::max({2 * c.model.d_ffn, c.model.d_qkv(), c.model.d_model}));
   if (tokens * width > kMostElements) {
     throw_bad_input(
@@ -194,6 +188,12 @@ void check_size(const Config& c) {
         "training.micro_batch_size x data.sequence_length^2 x model.num_heads = {:.3g} attention scores, more than "
         "{:.0e}; make data.sequence_length = {} or training.micro_batch_size = {} smaller",
         scores, kMostScores, c.data.sequence_length, c.training.micro_batch_size);
+  }
+  if (tokens / static_cast<double>(c.distributed.context_parallel) > static_cast<double>(kMaxDimension)) {
+    throw_bad_input(
+        "training.micro_batch_size = {} x data.sequence_length = {} = {:.3g} tokens, more than a rank can take at a "
+        "time ({}); make one of them smaller",
+        c.training.micro_batch_size, c.data.sequence_length, tokens, kMaxDimension);
   }
   const double all_tokens = static_cast<double>(c.training.steps) *
                             static_cast<double>(c.training.global_batch_size) *
