@@ -13,6 +13,8 @@ COUNTS = ("weight", "loss_weight", "loss_scale", "loss", "loss_mask", "step_loss
 MASKED = "masked"  # true where it does not count
 PARTS_COUNT = ("train_detail", "training_detail")  # of parts of a message
 TARGETS_KEYS = (*COUNTS, MASKED, *PARTS_COUNT)
+# Others that seem to say so, of which it is not known whether true excludes.
+UNCLEAR = ("ignore", "skip", "mask", "is_masked", "weights", "loss_multiplier", "include_in_loss", "ignore_loss", "compute_loss", "use_loss", "no_loss")
 # What a checked message says if none of it is a target; the others do not have it.
 TRAIN = "train"
 # What other tools read beside the messages of a record, or of one message: a model would be trained as if it were not there.
@@ -99,6 +101,9 @@ def is_target(said: dict, place: str, may_be: bool) -> bool:
     for key in PARTS_COUNT:
         if said.get(key):
             raise InputError(f'{place} has "{key}", which is of parts of a message, and all of one counts or none; leave the key out')
+    for key in said:
+        if key not in TARGETS_KEYS and key.lower() in (*UNCLEAR, *TARGETS_KEYS) and said[key] is not None:
+            raise InputError(f'{place} has "{key}", which may say what counts in the loss and is not read; write "weight", 0 or 1, or leave it out')
     answers = {key: flag_of(said[key], key, place) for key in COUNTS if said.get(key) is not None}
     if said.get(MASKED) is not None:
         answers[MASKED] = not flag_of(said[MASKED], MASKED, place)

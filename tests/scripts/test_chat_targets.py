@@ -209,6 +209,11 @@ class Unread(Targets):
         self.refuse_record([user("hi") | {"image": "a.png"}, assistant("hello")], {}, "message 1", '"image"')
         self.targets([{"messages": GOOD, "images": [], "system": ""}])  # as tables have them that hold others, too
 
+    def test_keys_that_may_exclude_a_reply_are_refused(self):
+        for key in ("ignore", "mask", "Weight", "weights", "use_loss"):
+            with self.subTest(key):
+                self.refuse_record([user("hi"), assistant("hello") | {key: 0}], {}, "message 2", f'"{key}"', '"weight"')
+
     def test_roles_that_are_misspelt_are_refused(self):
         for role, meant in (("assistent", "assistant"), ("Assistant", "assistant"), ("assistant ", "assistant"), ("model", "assistant"), ("sytem", "system")):
             with self.subTest(role):
