@@ -16,7 +16,7 @@ from run_metrics import save_picture  # noqa: E402
 
 RESULTS = Path(__file__).resolve().parents[2] / "docs/results"
 OWN, OTHER = "#2a6f97", "#b0b7bd"
-# Runs of loss.png: label, colour, what follows loss_gap.MODEL.linux, and model.
+# The models and runs of loss.png: loss_gap.MODEL.linux.RUN are their figures.
 MODELS = (("110M parameters, text read once", "olmo-150m"), ("342M, text read 1.2 times", "olmo-350m"), ("OLMo-1B, text read once", "olmo-1b"))
 RUNS = (("coat", "#e07b39"), ("parka", OWN), ("bf16_again", "#7d868c"))
 
@@ -45,7 +45,7 @@ def draw_peers(plt):
         panel.tick_params(axis="y", length=0)
         for side in ("top", "right"):
             panel.spines[side].set_visible(False)
-    panels[0].set_yticks([-i for i in range(len(rows))], [f"{row['name']}\n{row['batch']}, {row['date']}" for row in rows], fontsize=9)
+    panels[0].set_yticks([-i for i in range(len(rows))], [f"{row['name']}\n{row['batch']} sequences, {row['date']}" for row in rows], fontsize=9)
     model, card = rows[0]["model"], rows[0]["card"].removeprefix("NVIDIA ")
     figure.suptitle(f"{model} on one {card}: another program (grey) and Parka (blue) in the same call", fontsize=10, x=0.01, ha="left")
     figure.tight_layout()
@@ -56,9 +56,13 @@ def draw_loss(plt):
     figures = {line["name"]: line for line in read_lines("figures.jsonl")}
     figure, panels = plt.subplots(1, 2, figsize=(10, 3.6), sharey=True, sharex=True)
     places, labels = [], []
-    for panel, key, title in ((panels[0], "nats_per_token", "in training, last twentieth"), (panels[1], "held_out.same", "on held-out text")):
+    for panel, key, title in ((panels[0], "nats_per_token", "training, last twentieth of the steps"), (panels[1], "held_out.same", "held-out text")):
         place = 0
         for model_label, model in MODELS:
+            if panel is panels[0]:
+                places.append(place)
+                labels.append(model_label)
+            place -= 1
             for run, color in RUNS:
                 name = f"loss_gap.{model}.linux.{run}.{key}"
                 held_out = [f"held_out.{model}.linux.{each}.nats_per_token" for each in (run, "bf16")]
@@ -73,18 +77,32 @@ def draw_loss(plt):
                 panel.plot([value], [place], "o", color=color)
                 if panel is panels[0]:
                     places.append(place)
-                    labels.append(f"{model_label}: {'bf16 again' if run == 'bf16_again' else run}")
+                    labels.append("bf16 again" if run == "bf16_again" else run)
                 place -= 1
-            place -= 0.6
+            place -= 0.4
         panel.axvline(0, color="#444444", linewidth=0.8)
-        panel.set_xlabel(f"nats per token above bf16, {title}")
+        panel.set_title(title, fontsize=10)
+        panel.set_xlabel("nats per token above bf16")
+        panel.tick_params(axis="y", length=0)
         panel.set_xticks([-0.008, -0.004, 0, 0.004, 0.008])
         panel.grid(axis="x", linewidth=0.3)
         for side in ("top", "right"):
             panel.spines[side].set_visible(False)
-    panels[0].set_yticks(places, labels, fontsize=8)
+    panels[0].set_yticks(places, labels, fontsize=9)
+    for label in panels[0].get_yticklabels():
+        if label.get_text() in dict(MODELS):
+            label.set_fontweight("bold")
     figure.tight_layout()
     return figure
+
+
+def shrink(path):
+    """Few colours make a PNG a third as large."""
+    if path.lower().endswith(".png"):
+        from PIL import Image  # comes with matplotlib
+        with Image.open(path) as picture:
+            small = picture.convert("RGB").quantize(32, dither=Image.Dither.NONE)
+        small.save(path, optimize=True)
 
 
 def main():
@@ -94,6 +112,7 @@ def main():
     parser.add_argument("--out", required=True, help="its name ends in .png, .svg, .pdf or another format of matplotlib")
     options = parser.parse_args()
     save_picture(pictures[options.picture], options.out)
+    shrink(options.out)
 
 
 if __name__ == "__main__":
