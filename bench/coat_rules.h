@@ -7,8 +7,8 @@
 #include "bench/activation_error.h"
 #include "core/number_formats.h"
 
-// What rounding by COAT's rules makes of numbers where Parka has others (docs/precision.md, "Where coat is not
-// COAT"): both in plain loops, to compare their errors. Used by the program of the same name and by its test.
+// The rounding rules of COAT that differ from Parka's (docs/results/paper.md, "Where coat is not COAT"), beside
+// Parka's: both in plain loops, to compare their errors. Used by the program of the same name and by its test.
 namespace parka::bench {
 
 enum class ScaleRule : uint8_t {

@@ -239,6 +239,79 @@ class Plans:
             yield row((name, context, *(needs(self.plan(config, "--memory-limit", str(gigabytes), "--set", "precision.recipe=parka"))
                                         for gigabytes in self.MEMORY)))
 
+    RECIPES = (("parka", "GEMMs, head, all saved activations but the attention output, moments", "by default"),
+               ("coat", "GEMMs, most saved activations, moments", "if `parka` loses too much, or as the paper has it"),
+               ("fp8_linear", "GEMMs", "as the simplest kind of FP8"),
+               ("fp8_block", "GEMMs, a scale per 128 numbers", "if outliers spoil one scale per tensor"),
+               ("coat_activation", "GEMMs, most saved activations", "to tell costs apart"),
+               ("coat_optimizer", "moments", "on GPUs without FP8"),
+               ("bf16", "nothing", "to compare with"),
+               ("fp32", "nothing", "to find bugs"))
+
+    def recipes(self):
+        """What each recipe costs in memory by plan, and in loss and time as measured."""
+        figures = read_figures()
+
+        def measured(name, form):
+            return format(figures[name]["value"], form) if name in figures else "-"
+
+        yield row(("recipe", "in FP8", "bytes per parameter", "7B: GB", "tokens/s", "loss above bf16: 110M", "342M", "take it"))
+        yield "|---" * 8 + "|"
+        for recipe, formats, use in self.RECIPES:
+            plan = self.plan("llama2-7b", "--gpus", "1", "--memory-limit", "1000", "--set", f"precision.recipe={recipe}")
+            state = sum(plan["bytes"].get(part, 0) for part in ("weights", "fp8 weights", "gradients", "master weights", "optimizer states"))
+            parameters = plan["bytes"]["weights"] / (4 if recipe == "fp32" else 2)
+            gaps = ["0", "0"] if recipe == "bf16" else [measured(f"loss_gap.{model}.linux.{recipe}.nats_per_token", "+.4f") for model in ("olmo-150m", "olmo-350m")]
+            yield row((f"`{recipe}`", formats, f"{state / parameters:.1f}", self.in_use(plan, ".0f"),
+                       measured(f"step.llama2-7b.{recipe}.1gpu.tok_s_gpu", ",.0f"), *gaps, use))
+
+    COMMON_KEYS = (("data.train", "token files to train on; a pattern takes all files that match"),
+                   ("data.eval", "held-out token files"),
+                   ("data.sequence_length", "tokens in a sequence: the context"),
+                   ("data.token_dtype", "`uint32` for vocabularies of more than 65,536 ids; data.json says it"),
+                   ("data.documents", "`separate`: a token sees only its own document"),
+                   ("data.loss_mask", "`true` for chats: only marked tokens count in the loss"),
+                   ("checkpoint.folder", "where the run is saved"),
+                   ("checkpoint.interval", "steps between saves; `0` saves only at the end and when stopped"),
+                   ("checkpoint.keep", "how many of the newest checkpoints stay"),
+                   ("checkpoint.init_from", "an imported model or a run whose weights are the start"),
+                   ("training.steps", "length of the run; a larger number continues a finished one"),
+                   ("training.global_batch_size", "sequences in a step, on all GPUs together"),
+                   ("training.micro_batch_size", "sequences that a GPU computes at once; the first thing to lower when memory is short"),
+                   ("training.eval_interval", "steps between evaluations"),
+                   ("training.eval_sequences", "sequences of an evaluation; `0` takes all of `data.eval`, which may take long"),
+                   ("training.seed", "another number gives other initial weights; `data.seed` gives another order"),
+                   ("optimizer.lr", "peak learning rate"),
+                   ("optimizer.schedule.kind", "`cosine`, `linear`, `wsd` or `constant`"),
+                   ("optimizer.schedule.warmup_steps", "steps until the peak"),
+                   ("optimizer.weight_decay", "of matrices"),
+                   ("optimizer.gradient", "`bf16` saves 2 bytes per parameter"),
+                   ("optimizer.offload", "`true` keeps masters and moments in host memory"),
+                   ("precision.recipe", "which tensors are FP8: [recipes.md](recipes.md)"),
+                   ("precision.recompute", "`block` saves most activations for a third more time"),
+                   ("precision.eval", "`bf16` evaluates the model as it is exported"),
+                   ("finetune.method", "`lora` or `qst` trains few parameters ([finetuning.md](finetuning.md))"),
+                   ("distributed.zero_stage", "1 to 3 divide state over the GPUs ([distributed.md](distributed.md))"))
+
+    def reference(self):
+        """What `parka config reference` prints."""
+        try:
+            return subprocess.run([self.parka, "config", "reference"], capture_output=True, text=True, check=True).stdout.strip()
+        except (OSError, subprocess.CalledProcessError):
+            fail(f"{self.parka}: does not print its keys; build it, or name the program with --parka")
+
+    def all_keys(self):
+        yield self.reference()
+
+    def common_keys(self):
+        defaults = dict(re.findall(r"^\| `([\w.]+)` \| [^|]* \| ([^|]*) \|", self.reference(), re.MULTILINE))
+        yield row(("key", "default", ""))
+        yield "|---" * 3 + "|"
+        for key, text in self.COMMON_KEYS:
+            if key not in defaults:
+                fail(f"{key}: there is no such key any more; change COMMON_KEYS in {Path(__file__).name}")
+            yield row((f"`{key}`", defaults[key], text))
+
     def ladder(self):
         figures = read_figures()
         yield row(("GPU", "arguments", "in use, GB", "host, GB", "changes", "tokens/s"))
@@ -288,7 +361,7 @@ def peers():
 def tables(options):
     plans, used, wrong = Plans(options.parka), set(), []
     texts = template_tables(plans)
-    made = {"peers": peers, "fits": plans.fits, "ladder": plans.ladder, "paper-models": plans.paper_models}
+    made = {"peers": peers, "fits": plans.fits, "recipes": plans.recipes, "common-keys": plans.common_keys, "all-keys": plans.all_keys, "ladder": plans.ladder, "paper-models": plans.paper_models}
 
     def written_by(page):
         def text_of(match):

@@ -519,11 +519,6 @@ class Config(unittest.TestCase):
                     again = parka("config", "show", file.name)
                 self.assertEqual(again.stdout, shown, again.stderr)
 
-    def test_schema_is_json_and_reference_is_the_documentation(self):
-        self.assertIn("properties", json.loads(parka("config", "schema").stdout))
-        with open(os.path.join(ROOT, "docs", "config.md"), encoding="utf-8") as file:
-            self.assertEqual(parka("config", "reference").stdout, file.read())
-
 
 class EndOfRun(RunFolder):
     def test_what_to_run_next_can_be_pasted(self):

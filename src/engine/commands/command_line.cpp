@@ -414,7 +414,7 @@ void add_config(CLI::App& app, ConfigOptions& options) {
   add("check", "Check a config, and the token files of it that are there", Action::kCheck, true);
   add("show", "Print a config with every key resolved", Action::kShow, true);
   add("schema", "Print the JSON Schema of config files", Action::kSchema, false);
-  add("reference", "Print docs/config.md", Action::kReference, false);
+  add("reference", "Print every key as a page in Markdown", Action::kReference, false);
 }
 
 void add_version(CLI::App& app, VersionOptions& options) {

@@ -40,7 +40,7 @@ void validate(const Config& config);
 // recipe decides have none there. Only validate() has the rules across fields.
 nlohmann::ordered_json config_schema();
 
-// docs/config.md: every key with its type, range, default and meaning, and what the recipes set.
+// The reference in docs/config.md: every key with its type, range, default and meaning, and what the recipes set.
 std::string config_reference_markdown();
 
 // A hash, 32 hexadecimal digits, of everything that decides the bits of a run: model, formats, optimizer and

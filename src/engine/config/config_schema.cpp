@@ -87,19 +87,6 @@ std::string table_cell(std::string_view text) {
   return cell;
 }
 
-constexpr std::string_view kIntroduction =
-    R"(# Configuration
-
-A run is described by one JSON file; `//` comments are allowed. Every key has a default, so a file holds only what
-differs. `--set section.key=value` on the command line overrides one key; `--section.key=value` is short for it. An unknown key, a
-value of the wrong type or out of range, a key given twice in a file and a combination that cannot work are errors. A key of what another
-one switches off is refused where it would be misleading, `finetune.rank` without adapters for example, and else has no effect:
-`model.rope_scaling.factor` with `kind = none`, `model.init_std` with `init = mitchell`. Paths are relative to the folder that `parka` is started in. A number may be written 1e-3, an integer also 1e3.
-
-`"$schema": "parka.schema.json"` at the top of a file lets editors complete and check it: `configs/parka.schema.json` is the output of
-`parka config schema`.
-)";
-
 std::string recipe_table(const ConfigTable& table) {
   std::string text =
       "\n## What the recipes set\n\n`precision.recipe` sets the defaults of the keys below; a key that is given "
@@ -146,7 +133,7 @@ ordered_json config_schema() {
 std::string config_reference_markdown() {
   Config defaults;
   const ConfigTable table = make_config_table(defaults);
-  std::string text(kIntroduction);
+  std::string text;
   for (const ConfigSection& section : table.sections) {
     text += fmt::format("\n## {}\n\n{}.\n\n| Key | Value | Default | Meaning |\n|---|---|---|---|\n", section.path,
                         section.help);
