@@ -261,7 +261,7 @@ class Plans:
             plan = self.plan("llama2-7b", "--gpus", "1", "--memory-limit", "1000", "--set", f"precision.recipe={recipe}")
             state = sum(plan["bytes"].get(part, 0) for part in ("weights", "fp8 weights", "gradients", "master weights", "optimizer states"))
             parameters = plan["bytes"]["weights"] / (4 if recipe == "fp32" else 2)
-            gaps = ["0", "0"] if recipe == "bf16" else [measured(f"loss_gap.{model}.linux.{recipe}.nats_per_token", "+.4f") for model in ("olmo-150m", "olmo-350m")]
+            gaps = [measured(f"loss_gap.{model}.linux.{recipe}.nats_per_token", "+.4f") if recipe != "bf16" else "0" for model in ("olmo-150m", "olmo-350m")]
             yield row((f"`{recipe}`", formats, f"{state / parameters:.1f}", self.in_use(plan, ".0f"),
                        measured(f"step.llama2-7b.{recipe}.1gpu.tok_s_gpu", ",.0f"), *gaps, use))
 
@@ -361,7 +361,8 @@ def peers():
 def tables(options):
     plans, used, wrong = Plans(options.parka), set(), []
     texts = template_tables(plans)
-    made = {"peers": peers, "fits": plans.fits, "recipes": plans.recipes, "common-keys": plans.common_keys, "all-keys": plans.all_keys, "ladder": plans.ladder, "paper-models": plans.paper_models}
+    made = {"peers": peers, "fits": plans.fits, "recipes": plans.recipes, "common-keys": plans.common_keys, "all-keys": plans.all_keys,
+            "ladder": plans.ladder, "paper-models": plans.paper_models}
 
     def written_by(page):
         def text_of(match):
