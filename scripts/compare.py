@@ -214,7 +214,7 @@ def draw(plt, runs, axis, smooth):
     limit(gap_axis, lows, highs)
     gap_axis.axhline(0, color="C0", linewidth=1)
     loss_axis.set_title(f"training loss (nats per token), mean of {smooth} steps")
-    gap_axis.set_title(f"loss less that of {runs[0].name}, with 95 % interval")
+    gap_axis.set_title(f"loss minus that of {runs[0].name}, with 95 % interval")
     gap_axis.set_xlabel({"hours": "hours of the run's processes"}.get(axis, axis))
     for each in (loss_axis, gap_axis):
         each.legend()

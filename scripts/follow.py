@@ -6,7 +6,7 @@
     scripts/follow.py runs/a --wandb PROJECT --prometheus /var/lib/node_exporter/a.prom
     scripts/follow.py runs/a --mlflow EXPERIMENT --once
 
-It reads the run's metrics.jsonl, waits for it where it is not there yet, and goes on until Ctrl-C or SIGTERM; with --once it
+It reads the run's metrics.jsonl, waits for it where it is not there yet, and continues until Ctrl-C or SIGTERM; with --once it
 ends when it has sent what is there. Several sinks may be given at once. When a resumed run repeats steps, no sink has them
 twice: the page, TensorBoard and Prometheus show the new ones, W&B and MLflow keep the first (both are the same, unless the
 config was changed). Starting follow.py again adds what is missing, or for TensorBoard replaces what it wrote before.

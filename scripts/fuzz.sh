@@ -3,7 +3,7 @@
 # UndefinedBehaviorSanitizer: scripts/fuzz.sh [SECONDS] [TARGET...], for SECONDS each (default 30), all targets of fuzz/
 # where none is named. Prints a line for each; exits 1 on a finding. Inputs that caused one are left, with what was
 # said of them, in build/fuzz/findings/<target>, and what was reached in build/fuzz/corpus/<target>, from where the next
-# run goes on. To run one input again: build/fuzz/fuzz/fuzz_<target> FILE
+# run continues. To run one input again: build/fuzz/fuzz/fuzz_<target> FILE
 set -euo pipefail
 . "$(dirname "$0")/help.sh"
 cd "$(dirname "$0")/.."

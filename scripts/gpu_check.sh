@@ -4,8 +4,8 @@
 #   scripts/gpu_check.sh                builds here and runs
 #   scripts/gpu_check.sh --sanitize     also runs the op tests under compute-sanitizer (memcheck and racecheck), several
 #                                       at once on all GPUs
-# PARKA_BUILD names a build folder that is there already, to run without building; COMPUTE_SANITIZER the tool to use. That
-# of CUDA 13.0 (2025.3) reports hazards of mbarriers and warpgroups that are none; 13.5.25 does not:
+# PARKA_BUILD names a build folder that is there already, to run without building; COMPUTE_SANITIZER the tool to use. The
+# version of CUDA 13.0 (2025.3) reports false hazards of mbarriers and warpgroups; 13.5.25 does not:
 # `pip install nvidia-cuda-sanitizer-api` has it, in site-packages/nvidia/cu13/compute-sanitizer.
 set -euo pipefail
 . "$(dirname "$0")/help.sh"

@@ -68,7 +68,7 @@ trap 'stop SIGUSR1' USR1
 trap 'stop SIGHUP' HUP
 trap 'stop SIGINT' INT
 
-# Whether a run that ended with this code may go well when it is started again: another rank was lost (5), silent data
+# True if a run that ended with this code may go well when it is started again: another rank was lost (5), silent data
 # corruption was found (6), or a signal ended one (128 + N). Bad input, numbers that are not finite, a full disk and defects stay what they are.
 may_pass() { [ "$1" -eq 5 ] || [ "$1" -eq 6 ] || [ "$1" -gt 128 ]; }
 

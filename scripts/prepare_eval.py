@@ -12,7 +12,7 @@ zero-shot evaluation. The model must have been trained with the same tokenizer: 
 tokenizer/tokenizer.json, an imported model as huggingface/tokenizer.json, with its processor of images, which says
 how pictures become squares. docs/evaluation.md describes prompts, metrics and the request file. Documents of
 image_choice are {"image": NAME or NAMES, "question": TEXT, "choices": [TEXT, ...], "answer": NUMBER or LETTER};
-<image> in the question is where a picture stands, and else they stand in front of it. Their pixels go to the file
+<image> in the question is where a picture stands; without any, pictures come before it. Their pixels go to the file
 OUT.pixels. Those of text_choice are {"context": TEXT, "choices": [TEXT, ...], "answer": NUMBER}, each choice with the
 white space that it begins with (scripts/research/make_questions.py makes them). --out appears whole or not at all; an existing
 file is replaced, and a device or a pipe is written into.
@@ -184,7 +184,7 @@ def winogrande(doc: dict) -> Request:
     return Request([before + option for option in options], spaced([after.strip()] * 2), options, label_of(doc["answer"]) - 1)
 
 
-# What makes a request of a document, and OLMo's metric.
+# For each task, the function that makes a request of a document, and OLMo's metric.
 TASKS: dict[str, tuple[Callable[[dict], Request], str]] = {
     "arc_challenge": (arc, "len_norm"),
     "arc_easy": (arc, "acc"),

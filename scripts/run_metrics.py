@@ -16,7 +16,7 @@ def fail(message, code=2):
 
 
 def warn(message):
-    """What goes on in spite of it."""
+    """Reports what does not stop the script."""
     print_line(f"warning: {message}")
 
 
@@ -96,7 +96,7 @@ class RunClock:
 
 
 def centred_mean(values, width):
-    """Means over windows of at most `width` values, each with as many before its middle as behind. Near the ends windows are
+    """Means over windows of at most `width` values, each with as many before its middle as after it. Near the ends windows are
     narrower: a window to one side of its value would lie above a falling curve, or below it."""
     sums = [0.0, *itertools.accumulate(values)]
     result = []

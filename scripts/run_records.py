@@ -3,7 +3,7 @@ import datetime
 import json
 import math
 
-# What records of a kind have besides their step.
+# Keys that records of a kind have besides their step.
 KEYS = {"eval": ("loss",), "eval_set": ("set", "loss"), "task": ("task", "metric", "score"), "quantization": ("tensors",),
         "moments": ("parameters",), "attention": ("blocks",), "warning": ("about", "raised")}
 
@@ -46,7 +46,7 @@ def object_of(check):
 
 
 BLOCKS = object_of(list_of(is_number))  # of statistics: a value for each block
-# What values of these keys are, in records of every kind and of one.
+# Checks of the values of these keys, in records of every kind and of one.
 OF_ALL = {"seconds": is_seconds, "wall_seconds": lambda value: value is not None and is_seconds(value),
           "earlier_seconds": is_seconds}
 OF_KIND = {

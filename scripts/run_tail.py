@@ -1,7 +1,7 @@
-"""Reads the metrics.jsonl of a run that goes on.
+"""Reads the metrics.jsonl of a run that continues.
 
 A resumed run replaces the file by one without the records that came after its checkpoint; a run begun anew moves it away.
-Then all records are read again, from the first. A file that was rotated away during the run goes on in the new one; when all is
+Then all records are read again, from the first. A file that was rotated away during the run continues in the new one; when all is
 read again its records come first, as far as the run still has them. One that was cut (copytruncate) is read from its beginning.
 """
 import os

@@ -18,7 +18,7 @@ MOST_CHARACTERS = 1600  # of an error
 def run_script(run: Callable[[list[str]], None], print_line: Callable[[str], None]) -> int:
     """Runs a script's `run` with the arguments of the command line. Returns the exit code."""
     open_missing_streams()
-    # As an exception, so that what cannot be continued is removed.
+    # An exception, so that what cannot be continued is removed.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))
     try:
         code = exit_code(run, print_line)

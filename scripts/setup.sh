@@ -3,7 +3,7 @@
 # Python environment in .venv for the scripts (data preparation, plots, following runs). Safe to run again; does nothing
 # that is done.
 set -euo pipefail
-# As help.sh beside this does for the others: an image may get this file alone.
+# The other scripts use help.sh for this, but an image may get this file alone.
 case "${1:-}" in
   "") ;;
   -h | --help) sed -n '2,/^set /{/^set /d;s/^# \{0,1\}//;p}' "$0"; exit 0 ;;

@@ -29,8 +29,8 @@ from text_data.formats import refuse_pointer  # noqa: E402
 from text_data.helper_process import advice_to_user, limited, reason_of, run, serve  # noqa: E402
 from text_data.special_tokens import bos_of, read_object, special_tokens_of, tokenizer_config  # noqa: E402
 
-# What a character in UTF-8 decodes to while bytes of it are missing: one of these, or one for each byte that is there. Where
-# bytes are tokens, all characters before it that are spelled in bytes decode to these, too.
+# A character in UTF-8 decodes to this while bytes of it are missing, once or for each byte that is there. If bytes are tokens,
+# all characters before it that are spelled in bytes decode to these, too.
 INCOMPLETE = "\ufffd"
 # Characters of a conversation; its tokens take some hundred times as much memory.
 MOST_TEXT = 1 << 24
@@ -86,7 +86,7 @@ class Text:
         return [self.folder / "config.json"] + ([origin / "config.json"] if is_same else [])
 
     def encode(self, text: str) -> list[int]:
-        """What a tokenizer puts behind a text is left out: the text goes on."""
+        """Tokens that a tokenizer puts after a text are left out: the text continues."""
         ids = self._with_bos(self.tokenizer.encode(text, add_special_tokens=False).ids)
         return ids or self.stop[:1]  # what stands before a document, too
 
@@ -192,7 +192,7 @@ class Stream:
         return prompt[first:]
 
     def push(self, id: int) -> str:
-        # The text behind it might else be decoded as the beginning of all, without its space.
+        # The text after it might else be decoded as the beginning of all, without its space.
         if id in self._without_text:
             return ""
         self._ids.append(id)

@@ -23,7 +23,7 @@ FORMATS = ("PNG", "JPEG", "WEBP", "GIF", "BMP", "PPM")
 GEOMETRIES = ("crop", "pad", "stretch")
 # Modes of Pillow with 8 bits or fewer for each of red, green and blue.
 MODES = ("1", "L", "LA", "La", "P", "PA", "RGB", "RGBA", "RGBa", "RGBX")
-# Of long to short side: beyond it the resized picture would need memory without bound, and nothing is left to be seen.
+# The largest ratio of long to short side: beyond it the resized picture would need memory without bound, and show nothing.
 MOST_STRETCHED = 100
 
 
@@ -68,7 +68,7 @@ class Fitting:
         if long > MOST_STRETCHED * short:
             raise PictureError(f"is {width} x {height}, a side more than {MOST_STRETCHED} times the other")
         if self.geometry == "crop":
-            # As transformers and torchvision round: down.
+            # Transformers and torchvision round down, too.
             longer = int(self.size * long / short)
             new = (self.size, longer) if width <= height else (longer, self.size)
             left, top = (new[0] - self.size) // 2, (new[1] - self.size) // 2

@@ -8,7 +8,7 @@ from typing import Sequence
 
 from text_data.special_tokens import read_object
 
-# Of transformers, by what --geometry says.
+# Classes of transformers for each --geometry.
 TYPES = {"crop": "CLIPImageProcessor", "pad": "LlavaImageProcessor", "stretch": "SiglipImageProcessor"}
 BICUBIC = 3  # Pillow's number
 FILES = ("preprocessor_config.json", "processor_config.json")

@@ -36,7 +36,7 @@ class Settings:
 
 def image_token_of(name: str | None, tokenizer) -> int:
     """The id of image slots: that of the token or number that --image-token gives; else of the token <image>, or, if the
-    tokenizer has none, the first id behind its vocabulary."""
+    tokenizer has none, the first id after its vocabulary."""
     found = tokenizer.id_of(PLACEHOLDER if name is None else name)
     if found is None and name is None:
         found = tokenizer.vocab_size

@@ -33,7 +33,7 @@ def load(path):
 
 
 def sequence_of(question, answer, info):
-    """(ids, marks) of the template vicuna_v1 in bytes, with the image in front of the question."""
+    """(ids, marks) of the template vicuna_v1 in bytes, with the image before the question."""
     images = info["images"]
     begin = np.frombuffer(b"<s>USER: ", np.uint8)
     end = np.frombuffer(f"\n{question} ASSISTANT: {answer}</s>".encode(), np.uint8)

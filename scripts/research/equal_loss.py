@@ -6,7 +6,7 @@
 A run is a run folder named RECIPE.SEED, or RECIPE.SEED=FOLDER. The first run's recipe is the base. Every seed of another
 recipe has a base run over the same batches.
 
-    gap    the run's loss less that of the base run with its seed, nats per token: mean over the last --last of the steps, with
+    gap    the run's loss minus that of the base run with its seed, nats per token: mean over the last --last of the steps, with
            --until of those up to so many tokens, as where a text begins to be read again. The slope stays that of whole runs,
            with whatever comes after
     slope  how much the base's loss falls when the number of tokens n is multiplied: -dL / d ln n
@@ -219,7 +219,7 @@ def print_table(base_name, slope, source, figures):
 
 
 def print_held_out(base_name, slope, slope_source, figures):
-    print(f"\nheld-out loss less that of {base_name}, both in the numerics of training (same), or with linear layers in bf16; slope {slope:.4f} of {slope_source}")
+    print(f"\nheld-out loss minus that of {base_name}, both in the numerics of training (same), or with linear layers in bf16; slope {slope:.4f} of {slope_source}")
     rows = [["recipe", "evaluation", "gap", "least to most", "95 % interval", "t", "least to most"]]
     for (recipe, name), of_recipe in figures.items():
         gap, ratio = of_recipe["nats"], of_recipe["t"]
@@ -260,7 +260,7 @@ def draw(plt, base_name, runs, figures, smooth, until):
     if until is not None:
         gap_axis.axvline(until, color="black", linewidth=1, linestyle=":", label="end of what t is of")
     loss_axis.set_title(f"training loss (nats per token), mean of {smooth} steps and of the seeds, least to most of the seeds")
-    gap_axis.set_title(f"loss less that of {base_name} over the same batches")
+    gap_axis.set_title(f"loss minus that of {base_name} over the same batches")
     gap_axis.set_xlabel("tokens")
     for each in (loss_axis, gap_axis):
         each.legend()

@@ -7,7 +7,7 @@ The text is the system's C headers; --text takes another folder. A model of each
 over the same batches in the same order, and its loss on held-out text is compared with that of bf16. Prints a table, and
 writes with the losses of every run
 
-    loss_gap.tiny.FAMILY.RECIPE.nats    loss less that of bf16, nats per byte: the mean over the seeds
+    loss_gap.tiny.FAMILY.RECIPE.nats    loss minus that of bf16, nats per byte: the mean over the seeds
 
 Finished runs in RUNS are not trained again.
 """
@@ -20,19 +20,19 @@ from pathlib import Path
 
 from measured_runs import ScriptParser, error_line, fail, positive, report_file, require_success, run_main, write_report
 
-# What differs from a Llama, as the published models have it; windows are shorter than sequences, and `parka` wants heads of
+# Keys in which the published models differ from a Llama; windows are shorter than sequences, and `parka` wants heads of
 # a multiple of 16.
 WINDOW, HEAD = 24, 16
-BEHIND = {"norm_placement": "after", "qk_norm": "full", "rope_theta": 500000.0}
+POST_NORM = {"norm_placement": "after", "qk_norm": "full", "rope_theta": 500000.0}
 FAMILIES = {
     "llama3": ("grouped queries", {"rope_theta": 500000.0}),
     "qwen2": ("biases of q, k, v", {"rope_theta": 1e6, "qkv_bias": True, "tie_embeddings": True}),
     "qwen3": ("QK-norm per head, wide heads",
               {"rope_theta": 1e6, "qk_norm": "per_head", "head_dim": 2 * HEAD, "tie_embeddings": True}),
-    "olmo2": ("norms behind, QK-norm over all heads", BEHIND),
-    "olmo3": ("as OLMo 2, windows but in the last block", {**BEHIND, "sliding_window": WINDOW}),
+    "olmo2": ("post-norms, QK-norm over all heads", POST_NORM),
+    "olmo3": ("as OLMo 2, windows but in the last block", {**POST_NORM, "sliding_window": WINDOW}),
     "mistral": ("windows in all blocks", {"sliding_window": WINDOW}),
-    "gemma3": ("norms before and behind, 1 + w, QK-norm, GELU, windows but in the last block",
+    "gemma3": ("pre-norms and post-norms, 1 + w, QK-norm, GELU, windows but in the last block",
                {"rope_theta": 1e6, "local_rope_theta": 1e4, "sliding_window": WINDOW, "norm_placement": "both", "norm_unit_offset": True,
                 "qk_norm": "per_head", "head_dim": 2 * HEAD, "activation": "gelu_tanh", "embedding_scale": "sqrt_d_model",
                 "tie_embeddings": True}),

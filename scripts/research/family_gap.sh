@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
 # How much FP8 costs in loss in the shape of other families: scripts/research/loss_gap.sh with the norms of Qwen3 (of each
-# query and key head) and of OLMo 2 (of all queries and all keys, and behind the branches), and with those of Llama to compare.
+# query and key head) and of OLMo 2 (of all queries and all keys, and with post-norms), and with those of Llama to compare.
 #   scripts/research/family_gap.sh OUT TEXT_FOLDER [FAMILY...]      llama, qwen3 and olmo2, by default the last two
 # OUT/FAMILY gets what loss_gap.sh writes. RUNS sets the runs beside bf16 (default parka with groups of 32), TOKENS how many are
 # trained on (default 150 million); the rest as there.

@@ -10,7 +10,7 @@ and what `attention_vs_cudnn.py --json` wrote. A newer line replaces an older on
 
 tables: what stands between `<!-- table: NAME -->` and `<!-- end -->` on a page is written anew, by the section NAME of tables.md
 beside this script, or from what `parka plan` says. In tables.md {FIGURE} stands for the value of a figure, {FIGURE~} for that with
-the least and the most, {FIGURE / FIGURE} and {FIGURE - FIGURE} for what they say. A format of Python may follow behind a colon. {plan}
+the least and the most, {FIGURE / FIGURE} and {FIGURE - FIGURE} for what they say. A format of Python may follow after a colon. {plan}
 stands for GB in use by `parka plan CONFIG`, with the keys that the section's line "plan: CONFIG KEY=VALUE ..." has and those of the
 row. With --check nothing is written, and pages that differ are named.
 

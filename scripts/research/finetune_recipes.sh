@@ -79,7 +79,7 @@ shared+="$model data.train=[\"$work/chats/train-*.npy\"] data.eval=[\"$work/chat
 runs=()
 for seed in "${seeds[@]}"; do
   for run in bf16 "$@"; do
-    values=${run#*=},  # the rate behind MODEL's, which is of pretraining, and before the run's own
+    values=${run#*=},  # the rate after MODEL's, which is of pretraining, and before the run's own
     runs+=("${run%%=*}.$seed=${values%%,*},optimizer.lr=${RATE:-2e-4},${values#*,}training.seed=$seed,data.seed=$seed")
   done
 done

@@ -3,7 +3,7 @@
 
     finetuning.tiny.base.nats             held-out loss of the second text before fine-tuning, nats per byte
     finetuning.tiny.METHOD.nats           after it
-    finetuning.tiny.METHOD.vs_full.nats   the same less that of full fine-tuning of the same base
+    finetuning.tiny.METHOD.vs_full.nats   the same minus that of full fine-tuning of the same base
 
 Each is the mean over the seeds, with the least and the most.
 """

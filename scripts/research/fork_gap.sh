@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # What a change of numerics costs in loss, without the chance that separates runs early: while the loss falls fast, runs whose
-# rounding differs part by more than most changes cost, and keep that distance to the end. So runs go on from one saved state.
+# rounding differs part by more than most changes cost, and keep that distance to the end. So runs continue from one saved state.
 #   scripts/research/fork_gap.sh OUT TEXT_FOLDER RUN RUN...
-# For each seed the first RUN trains to step AT; then it and all others go on from a copy of that, to the end of the schedule,
+# For each seed the first RUN trains to step AT; then it and all others continue from a copy of that, to the end of the schedule,
 # over the same batches. RUNs, the text and the model are those of loss_gap.sh beside this; where a RUN has other formats of
 # optimizer states or master weights than the first, they are converted. From the environment:
-#   AT      step from which runs go on (default 800)
+#   AT      step from which runs continue (default 800)
 #   VOCABULARY  of a BPE tokenizer, as in equal_loss.sh (default: bytes)
 #   HELD_OUT  share of the documents that are held out (default 0): runs are compared by the loss on them, too, in the numerics of
 #             training and with linear layers in bf16

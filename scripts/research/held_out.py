@@ -5,7 +5,7 @@
 
 A run is a run folder named RECIPE.SEED, or RECIPE.SEED=FOLDER, that was evaluated on data.eval (training.eval_interval). The first
 run's recipe is the base. Prints a table of each recipe, means over its seeds: the loss at the first evaluation and at the last, the
-lowest, the last loss less that of the base run with the same seed, and with several seeds the interval that covers the true
+lowest, the last loss minus that of the base run with the same seed, and with several seeds the interval that covers the true
 difference with 95 % (Student's t). With --json it prints lines of figures instead, with their values by seed:
 held_out.MODEL.RECIPE.nats_per_token, the last, and held_out.MODEL.RECIPE.vs_BASE. The picture shows losses over steps, and
 differences to the base: means over the seeds, with bands from the least to the most.
@@ -93,7 +93,7 @@ def draw(plt, runs, base_name):
             draw_band(gap_axis, gaps, f"C{index}", recipe)
     gap_axis.axhline(0, color="C0", linewidth=1)
     loss_axis.set_title("held-out loss (nats per token), mean of the seeds, least to most of the seeds")
-    gap_axis.set_title(f"held-out loss less that of {base_name} over the same batches")
+    gap_axis.set_title(f"held-out loss minus that of {base_name} over the same batches")
     gap_axis.set_xlabel("steps")
     loss_axis.legend()
     if len(runs) > 1:

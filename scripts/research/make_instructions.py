@@ -5,7 +5,7 @@
     prepare_data.py functions.jsonl --chat chatml --tokenizer tokenizer.json --sequence-length 1024 --eval-fraction 0.05 --out data/functions
 
 The user gives the head of a Python function and its docstring, and asks for the rest; the assistant writes it. Taken are functions
-and methods of files that Python's own parser accepts, with a docstring and a body behind it of --least-characters (default 40)
+and methods of files that Python's own parser accepts, with a docstring and after it a body of --least-characters (default 40)
 to --most-characters (default 2000); none inside another, without decorators, and none with a string or comment further to the left than
 itself. Equal functions count once. Folders are searched as prepare_data.py does, for *.py unless --include says otherwise. Each line of
 --out is {"messages": [...]}.
@@ -62,7 +62,7 @@ def outer_functions(node: ast.Module | ast.ClassDef) -> Iterator[ast.FunctionDef
 
 def functions(source: str) -> Iterator[tuple[str, str]]:
     """(head with docstring, rest) of each documented function, as the source has them but for the indentation. The lines of a
-    function begin behind its decorators."""
+    function begin after its decorators."""
     module = parsed(source)
     if module is None:
         return
@@ -73,7 +73,7 @@ def functions(source: str) -> Iterator[tuple[str, str]]:
         last_of_head = node.body[0].end_lineno
         if len(node.body) == 1 or node.body[1].lineno <= last_of_head:  # on one line with the docstring
             continue
-        # As many columns less on every line, of strings, too, so that the rest keeps its place under the head.
+        # Every line loses as many columns, in strings, too, so that the rest keeps its place under the head.
         given = lines[node.lineno - 1 : node.end_lineno]
         if any(line[: node.col_offset].strip() for line in given):  # a string or comment would be cut
             continue

@@ -5,7 +5,7 @@
     make_questions.py corpus/ --kind identifiers --eval-fraction 0.02 --out identifiers.jsonl
 
     lines         which line comes next? The wrong ones are three other lines of the document, about as long
-    identifiers   a cloze: which identifier stands here, in front of what the line goes on with (60 characters at most)? The right
+    identifiers   a cloze: which identifier stands here, before the rest of the line (60 characters at most)? The right
                   one and three wrong ones occur in the lines before
 
 Each document gives one question at most, if it has --context-lines lines (default 30) to begin with: they are the context.
@@ -39,7 +39,7 @@ IDENTIFIER = re.compile(r"\b[A-Za-z_]\w{3,}\b")
 IDENTIFIER_BEHIND_SPACE = re.compile(r"(?<=\S) ([A-Za-z_]\w{3,})\b")
 LINE_CHARACTERS = range(20, 121)  # of a line to be told from others
 MOST_PLACES = 100  # of a document that are tried, each in time of its length
-REST_CHARACTERS = 60  # of a line behind an identifier
+REST_CHARACTERS = 60  # of a line after an identifier
 
 
 def print_line(text: str) -> None:
@@ -126,7 +126,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--out", required=True, type=Path, help="JSON Lines file to create; an existing one is replaced")
     add("--kind", required=True, choices=sorted(KINDS), help="of questions")
     add("--eval-fraction", type=float, default=0.0, metavar="F", help="only of the documents that prepare_data.py holds out (default: of all)")
-    add("--context-lines", type=int, default=30, metavar="N", help="in front of the place that is asked for (default: 30)")
+    add("--context-lines", type=int, default=30, metavar="N", help="before the place that is asked for (default: 30)")
     add("--include", action="append", default=[], metavar="PATTERN", help="only files whose name or path matches; may be repeated")
     add("--jsonl-field", metavar="NAME", help="inputs are JSON Lines, the text is in this field")
     add("--split-bytes", type=int, metavar="N", help="cut text files into documents of about N bytes")

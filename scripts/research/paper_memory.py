@@ -18,8 +18,8 @@ RECIPES = ("bf16", "fp8_linear", "coat", "parka")
 # A recipe with the bytes of FP8-LM's moments: m in 8 bits, v in 16.
 FP8_LM_MOMENTS = ("optimizer.states=fp8", "optimizer.exp_avg_sq_format=bf16")
 
-# Figure 1: weights, gradients, activations, optimizer, all, in 1000 MiB, at context 2048 and two sequences on each GPU. That is what
-# its activations are twice those of table 7 of.
+# Figure 1: weights, gradients, activations, optimizer, all, in 1000 MiB, at context 2048 and two sequences on each GPU. Its
+# activations are twice those of table 7.
 FIGURE_1 = {"BF16": (6.3, 6.3, 40.2, 12.6, 65.4), "TE": (6.3, 6.3, 36.9, 12.6, 62.1), "FP8-LM": (3.2, 6.3, 36.9, 4.8, 51.2),
             "COAT": (6.3, 6.3, 26.4, 3.2, 42.2)}
 MIB_1000 = 1.048576  # GB

@@ -13,7 +13,7 @@ import statistics
 from measured_runs import ScriptParser, fail, run_main
 
 RECIPES = ("bf16", "fp8_linear", "coat", "parka")
-# What the paper calls the same: fp8_linear is what Transformer Engine does.
+# The paper's names of the same: fp8_linear is what Transformer Engine does.
 PAPER_NAMES = {"bf16": "BF16", "fp8_linear": "TE", "coat": "COAT"}
 
 # Table 7: optimizer and activations in 1000 MiB, peak in GB, largest batch per GPU, tokens/s per GPU; None: out of memory, or

@@ -8,7 +8,7 @@ find_parka() {
   exit 2
 }
 
-# What they set for a recipe: recipe_options RECIPE fills the array `options`.
+# recipe_options RECIPE fills the array `options` with what the scripts set for a recipe.
 # Every run has an exact fp32 master in 4 bytes per parameter and gradients in bf16; moments are bf16 (bf16, fp8_linear) or
 # expanded FP8 (coat, parka). parka is the lean one: it keeps activations in groups of 32, not 16, and transposes FP8 weights
 # where they are read instead of keeping both orders, which all recipes do with divided weights.

@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Measures how long a training needs to go on from its newest checkpoint, beside what the disk needs to read it.
+"""Measures how long a training needs to resume from its newest checkpoint, beside what the disk needs to read it.
 
     scripts/research/checkpoint_cost.py PARKA CONFIG --folder RUNS --json COST       leaves a checkpoint in RUNS/with
     scripts/research/resume_time.py PARKA CONFIG --name 7b --folder RUNS --json OUT

@@ -5,7 +5,7 @@ GPUs, because cards of one kind differ by several per cent.
     scripts/research/speed_ratio.py CONFIG OUT --old PROGRAM              two programs
     scripts/research/speed_ratio.py CONFIG OUT --new-set KEY=VALUE        one program, two settings
 
-First each tunes its matrix products on this card for --tune seconds, unless that is 0. Then come --turns turns of the old and
+First each tunes its GEMMs on this card for --tune seconds, unless that is 0. Then come --turns turns of the old and
 the new one, and of the new one with what each --also changes besides. What is printed are their speeds and the ratios to the
 old one in each turn; what counts is the median ratio. OUT gets what every bench has measured, the tuning files, and
 speed_ratio.json. What is there already is not measured again: after an interruption the same command continues.

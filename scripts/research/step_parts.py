@@ -3,7 +3,7 @@
 
     scripts/research/step_parts.py BENCH.json
 
-BENCH.json is of `parka bench CONFIG --json BENCH.json` on an H100 or H200. The floor of a matrix product and of attention is its
+BENCH.json is of `parka bench CONFIG --json BENCH.json` on an H100 or H200. The floor of a GEMM and of attention is its
 arithmetic at the rate of the card's datasheet, that of everything else its bytes at the copy bandwidth that was measured beside it. With
 --roofline there is a column for the floors of that, too.
 """

@@ -2,9 +2,9 @@
 """The table, the figures and the picture of vision.sh beside this, which starts it.
 
     tiny_llava.RECIPE.captions.nats             loss of held-out captions after the first stage, nats per byte
-    tiny_llava.RECIPE.captions.vs_bf16.nats     the same less that of the first recipe, same seed
+    tiny_llava.RECIPE.captions.vs_bf16.nats     the same minus that of the first recipe, same seed
     tiny_llava.RECIPE.answers.percent           held-out questions answered right after the second stage
-    tiny_llava.RECIPE.answers.vs_bf16.points    the same less that of the first recipe
+    tiny_llava.RECIPE.answers.vs_bf16.points    the same minus that of the first recipe
     tiny_llava.most_frequent.percent            right if each question got its most frequent answer
 
 Each is the mean over the seeds, with the least and the most.

@@ -37,7 +37,7 @@ MARKERS = {
     "vicuna_v1": ("<s>", "</s>"),
     "plain": (),  # of captions: pictures, and then what is said of them
 }
-# What a message may say beside its content; transformers takes one of the names of reasoning for another.
+# Keys that a message may have beside its content; transformers takes one of the names of reasoning for another.
 BESIDE_CONTENT = (("tool_calls",), ("function_call",), ("reasoning_content", "thinking", "reasoning"))
 # Tags of what is a target, and what may hold the text of one without being one.
 COMMENTS = r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"
@@ -289,7 +289,7 @@ class ChatTemplate:
         without = [{name: value for name, value in message.items() if name not in keys} for message in messages]
         if not having or self._text_or_none(template, without, tools) != text:
             return []
-        # Of reasoning a template may show only that of the last turn.
+        # A template may show only the reasoning of the last turn.
         last = having[-1]
         if self._text_or_none(template, without[:last], tools) != self._text_or_none(template, messages[:last], tools):
             return []
@@ -356,7 +356,7 @@ class ChatTemplate:
     def _end_of_earlier_turn(
         self, template: str, text: str, messages: list[dict], number: int, tools: list | None, end: str, first: int
     ) -> int:
-        """Of a turn that looks otherwise than a last one, as without its reasoning or with another token behind it; -1 if unknown."""
+        """The end of a turn that differs from a last one, without its reasoning or with another token after it; -1 if unknown."""
         behind = self._behind_the_words(template, text, messages, number, tools)
         if not behind:  # none of its words is left
             found = text.find(end, max(first, 0)) if end else -1
@@ -387,7 +387,7 @@ class ChatTemplate:
         return first if first >= len(so_far) else -1
 
     def _behind_the_words(self, template: str, text: str, messages: list[dict], number: int, tools: list | None) -> str:
-        """What the template puts behind the words of a message: that stays in the text where they become longer."""
+        """The text that the template puts after the words of a message: that stays in the text where they become longer."""
         words = messages[number].get("content", "")
         longer = {**messages[number], "content": words + ("a" if not words.rstrip().endswith("a") else "b")}
         other, _ = self._render(template, [*messages[:number], longer, *messages[number + 1 :]], tools)

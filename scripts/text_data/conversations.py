@@ -15,9 +15,9 @@ PARTS_COUNT = ("train_detail", "training_detail")  # of parts of a message
 TARGETS_KEYS = (*COUNTS, MASKED, *PARTS_COUNT)
 # Others that seem to say so, of which it is not known whether true excludes.
 UNCLEAR = ("ignore", "skip", "mask", "is_masked", "weights", "loss_multiplier", "include_in_loss", "ignore_loss", "compute_loss", "use_loss", "no_loss")
-# What a checked message says if none of it is a target; the others do not have it.
+# The key of a checked message of which nothing is a target; the others do not have it.
 TRAIN = "train"
-# What other tools read beside the messages of a record, or of one message: a model would be trained as if it were not there.
+# Keys that other tools read beside the messages of a record, or in one message. They are not read here, so they are refused.
 UNREAD = ("system", "system_prompt", "functions", "image", "images", "video", "videos", "audio", "audios")
 RECORD_KEYS = ("messages", "tools", *UNREAD, *TARGETS_KEYS)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
@@ -84,7 +84,7 @@ def refuse_misspelt(role: str, place: str) -> None:
 
 
 def text_of_parts(parts: list, place: str) -> str:
-    """Of content as a list of {"type": "text", "text": ...}, one behind the other, as templates write them that take lists."""
+    """Of content as a list of {"type": "text", "text": ...}, one after the other, as templates write them that take lists."""
     for number, part in enumerate(parts, 1):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text" or not isinstance(part.get("text"), str):

@@ -13,7 +13,7 @@ from .common import InputError
 
 TABLES = {"parquet": "Parquet", "arrow": "an Arrow table"}
 COMPRESSED = {"gz": "gzip", "zst": "Zstandard"}
-# What names promise that end so. A file of another name is what its content says.
+# The content that these ends of a name promise. A file of another name is what its content says.
 PROMISES = {".gz": "gz", ".zst": "zst", ".parquet": "parquet", ".arrow": "arrow"}
 JSON_NAMES = (".json", ".jsonl", ".ndjson")
 # Names that promise text. Archives of other names are no text, as other files with zero bytes are none.
@@ -21,7 +21,7 @@ TEXT_NAMES = (*JSON_NAMES, ".txt", ".md")
 START_BYTES = 1024
 SIGNS = (
     (rb"\x1f\x8b", "gz"),
-    (rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", "zst"),  # or a frame to be skipped, which pzstd puts in front
+    (rb"\x28\xb5\x2f\xfd|[\x50-\x5f]\x2a\x4d\x18", "zst"),  # or a frame to be skipped, which pzstd puts first
     (rb"PAR1", "parquet"),
     (rb"ARROW1|\xff{4}", "arrow"),  # a stream begins with the mark of a message, before the length of its schema
     (rb"\xfd7zXZ\0", "xz"),
@@ -36,7 +36,7 @@ SIGNS = (
     (rb"(\xef\xbb\xbf)?\s*<", "page"),
 )
 POINTER_BYTES = 1024  # a pointer has fewer
-# What is said of each, and what to do.
+# The message about each, and the remedy.
 TOLD = {
     "gz": ("is compressed by gzip", "give it a name that ends in .gz"),
     "zst": ("is compressed by Zstandard", "give it a name that ends in .zst"),

@@ -63,7 +63,7 @@ class File:
 
 
 def finish_part(path: Path, **arrays: np.ndarray) -> None:
-    """Writes the file that says that a part is complete: PATH.npz appears whole, behind the part's other files."""
+    """Writes the file that says that a part is complete: PATH.npz appears whole, after the part's other files."""
     draft = path.with_suffix(".tmp")
     with open(draft, "wb") as file:
         np.savez(file, **arrays)

@@ -51,7 +51,7 @@ def tokens_named(folder: Path, config: dict) -> set[str]:
 
 
 def put_around(tokenizer) -> tuple[list[int], list[int]]:
-    """What the post-processor puts before a text, and behind it."""
+    """The tokens that the post-processor puts before and after a text."""
     encoding = tokenizer.encode("a", add_special_tokens=True)
     is_special = encoding.special_tokens_mask
     first = [*is_special, 0].index(0)

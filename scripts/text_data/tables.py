@@ -211,7 +211,7 @@ def with_shares(pieces: Iterable, rows: int, size: int) -> Iterator[tuple]:
 
 
 def with_places(pieces: Iterable, file: BinaryIO) -> Iterator[tuple]:
-    """The same of an Arrow table, whose pieces lie one behind the other, each with all of its columns."""
+    """The same of an Arrow table, whose pieces lie one after the other, each with all of its columns."""
     last = 0
     for piece in pieces:
         first, last = last, file.tell()

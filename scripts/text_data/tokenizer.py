@@ -208,6 +208,6 @@ def make_tokenizer(name: str, bos_name: str | None = None, eos_name: str | None 
 
 
 def padded_vocab_size(vocab_size: int) -> int:
-    """FP8 matrix products want multiples of 16; with large vocabularies 128 costs nothing and fills whole tiles."""
+    """FP8 GEMMs want multiples of 16; with large vocabularies 128 costs nothing and fills whole tiles."""
     multiple = 16 if vocab_size <= 1024 else 128
     return -(-vocab_size // multiple) * multiple

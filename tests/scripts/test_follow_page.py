@@ -156,7 +156,7 @@ class Page(FollowTest):
         shown('<b id="fact-loss">3</b>')  # of the last 20 steps
         shown('<b id="fact-held-out">2.5</b>')
         shown('<b id="fact-device">8 × NVIDIA H200</b>')
-        shown('<span class="soft" id="loss-read">training 3, held out 2.5</span>')
+        shown(r'id="loss-read">.*>training 3</span>.*>held out 2\.5</span>')
         shown('<div class="card wide" id="heat-card">')
         shown('<span id="report-step">300</span>')
         shown(r'<canvas id="loss"[^>]* height="280"')  # 150 where nothing was drawn
