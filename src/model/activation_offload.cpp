@@ -53,7 +53,7 @@ void ActivationOffload::bind(Device& device, const Arena& arena) {
   }
 }
 
-// What the buffer holds is on its way to the host.
+// The buffer's content is on its way to the host.
 void ActivationOffload::before_forward(Device& device, int64_t l) const {
   const int64_t place = place_of(l);
   if (place >= kBuffers) device.time_wait("copies to the host", [&] { buffer(place).store->wait(); });
@@ -64,7 +64,7 @@ void ActivationOffload::after_forward(int64_t l) const {
   if (place >= 0 && place < num_moved_) buffer(place).store->save(place / kBuffers, buffer(place).tensors);
 }
 
-// What the block has left is on its way back.
+// The block's content is on its way back.
 void ActivationOffload::before_backward(Device& device, int64_t l) const {
   const int64_t place = place_of(l);
   if (place < 0 || place >= num_moved_) return;

@@ -9,9 +9,9 @@
 
 namespace parka {
 
-// Blocks that share the memory of two for what they keep for backward, in turn: its two buffers. What a block
-// leaves in a buffer goes to host memory after the block's forward, unless the buffer stays as it is until its
-// backward, and comes back while the blocks between go backward.
+// Blocks that share two buffers in turn for the activations that they save. After a block's forward its activations
+// go to host memory, unless the buffer stays as it is until the block's backward, and come back while the blocks
+// between go backward.
 class ActivationOffload {
  public:
   // `offload_blocks` of num_blocks blocks go to the host; they and two more share the buffers, evenly spread over

@@ -20,7 +20,7 @@ struct GemmInputIds {
   MatrixId row, transposed;
 };
 
-// Where layers declare their buffers; stacks of different sizes have a scope each. A layer says what it needs, and
+// Layers declare their buffers here; stacks of different sizes have a scope each. A layer says what it needs, and
 // of what phases; the scope decides which category that is, and which blocks share it:
 //   workspace: all blocks, whatever the layer
 //   kept:      for backward. Each block has its own. With recompute = block one set serves all blocks, but for
@@ -45,17 +45,17 @@ class BufferScope {
   const BatchShape& shape() const { return shape_; }
   int64_t tokens() const { return shape_.num_tokens(); }
   DType compute() const { return formats_.compute.dtype; }
-  // Whether there is a backward to declare for.
+  // True if there is a backward to declare for.
   bool has_backward() const { return !evaluation_ && !is_forward_only_; }
-  // Of a part of a block's forward: with the phase in which backward runs it again, if it does.
+  // The phases of a part of a block's forward, with the one in which backward runs it again, if it does.
   PhaseMask forward(PhaseMask phases) const { return phases | (reruns_ ? PhaseMask{kRerun} : PhaseMask{0}); }
 
-  // What is declared from here on belongs to block l of a stack of that name, until the next call. Without
+  // All that is declared from here on belongs to block l of a stack of that name, until the next call. Without
   // `goes_backward` the block keeps nothing: all such blocks share one set of buffers.
   void enter_block(std::string_view stack, int64_t l, const ActivationOffload& offload, bool goes_backward = true);
   // Or to no block.
   void leave_blocks() { is_forward_only_ = purpose_ == Purpose::kForwardOnly; }
-  // What that block keeps in buffers that it is the first to use.
+  // Tensors that this block saves in buffers that it is the first to use.
   std::vector<TensorId> kept_in_block() const;
 
   // The tokens of the batch and what comes with them.

@@ -36,10 +36,10 @@ class CodedWeights {
   TensorView buffer(size_t i) const;
   // Sets elements `first` and following of the buffer, rounded to nearest, ties to even.
   void stage(Device& device, size_t i, std::span<const float> values, int64_t first) const;
-  // Of weights in 4 bits: codes from the buffer, and the buffer from codes.
+  // For weights in 4 bits: codes from the buffer, and the buffer from codes.
   void encode(Device& device, size_t i) const;
   TensorView decode(Device& device, size_t i) const;
-  // What a weight in 4 bits is stored in.
+  // The tensors in which a weight in 4 bits is stored.
   std::vector<CodeTensor> tensors(size_t i) const;
 
  private:

@@ -14,7 +14,7 @@ struct Format {
   DType scale_dtype = DType::kF32;
 };
 
-// Of weights and activations in FP8.
+// The format of weights and activations in FP8.
 inline constexpr DType kForwardFormat = DType::kE4M3;
 
 // The format of every kind of tensor under a precision config. docs/precision.md says why each is what it is.
@@ -32,7 +32,7 @@ struct Formats {
 
   explicit Formats(const PrecisionConfig& config);
 
-  // Whether weights have FP8 codes with one scale for a whole tensor, which can be moved as they are.
+  // True if weights have FP8 codes with one scale for a whole tensor, which can be moved as they are.
   bool has_tensor_scales() const { return fp8_gemm && weight.scaling == Scaling::kTensor; }
 };
 

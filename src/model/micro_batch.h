@@ -4,11 +4,11 @@
 #include "core/accumulation.h"
 #include "core/tensor.h"
 
-// What whoever runs a micro-batch says of it.
+// The description of a micro-batch.
 namespace parka {
 
-// How many tokens one forward works on. Row t of an activation is position t % sequence_length of sequence
-// t / sequence_length. Where ranks share sequences, these are slices of sequences: the one at place c among them
+// The number of tokens of one forward. Row t of an activation is position t % sequence_length of sequence
+// t / sequence_length. If ranks share sequences, these are slices of sequences: the one at place c among them
 // has the positions from c * sequence_length on.
 struct BatchShape {
   int64_t num_sequences = 0;

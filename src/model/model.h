@@ -22,8 +22,8 @@ struct StepContext;
 class ContextExchange;
 
 // A decoder-only transformer (OLMo v1 or Llama), which may see images through a tower (vision/image_embedding.h):
-// pre-norm blocks of attention and SwiGLU, written once against the ops of kernels/ops.h. What number format each
-// tensor has is decided by the PrecisionConfig, see formats.h.
+// blocks of attention and SwiGLU, written once against the ops of kernels/ops.h. The PrecisionConfig decides the
+// number format of each tensor, see formats.h.
 //
 // Order of use: construct (declares everything in the plan), plan.finish(), make an Arena, bind(), fill weights(),
 // weights_changed(); then any number of accumulate_gradients() and evaluate().
@@ -98,12 +98,12 @@ class Model {
   // The same, bit for bit, and leaves telemetry(). Slower: nothing is replayed. declare_telemetry() was called.
   void accumulate_gradients_with_telemetry(Device& device, const Batch& batch, const LossOptions& options,
                                            const std::vector<TensorView>& gradients, Accumulation accumulation);
-  // How the last such micro-batch was quantized: one row of QuantizationTotals for each QuantizedTensor of each
-  // block, fp32 [blocks * kNumQuantizedTensors, QuantizationTotals::kCount]; zeros for tensors that are not in FP8.
-  // Empty where nothing is or without declare_telemetry(). Of activations and gradients the first kTelemetryRows
-  // tokens count, of weights all rows.
+  // Quantization errors of the last such micro-batch: one row of QuantizationTotals for each QuantizedTensor of
+  // each block, fp32 [blocks * kNumQuantizedTensors, QuantizationTotals::kCount]; zeros for tensors that are not in
+  // FP8. Empty if none is, or without declare_telemetry(). Activations and gradients count with their first
+  // kTelemetryRows tokens, weights with all rows.
   TensorView telemetry() const;
-  // What attention computed backward in that micro-batch: an AttentionTotals for each block, fp32 [blocks,
+  // Sums of attention's backward in that micro-batch: an AttentionTotals for each block, fp32 [blocks,
   // AttentionTotals::kCount], of the first kTelemetryRows tokens. Empty without declare_telemetry().
   TensorView attention_telemetry() const;
 
@@ -137,7 +137,7 @@ class Model {
  private:
   class Pass;  // activations under one precision and what runs on them
 
-  // Of generation.
+  // Key and value caches of generation.
   struct Caches {
     const KvCache *model, *side;  // side: of a side network, nullptr where there is none
   };
@@ -161,7 +161,7 @@ class Model {
   std::optional<KvCache> side_cache_;  // of a side network
   TensorView losses_;                  // [T] fp32 of the last batch
 
-  // What accumulate_gradients() has recorded, and with which arguments.
+  // The graph that accumulate_gradients() has recorded, and its arguments.
   struct RecordedWith {
     BatchShape shape;
     float grad_scale, z_loss;

@@ -14,7 +14,7 @@ namespace parka {
 
 enum class InitKind : uint8_t { kMitchell, kNormal };
 
-// Where a branch of a block, of input h and inner layer f, has norms.
+// The places of norms in a branch of a block, with input h and inner layer f.
 enum class NormPlacement : uint8_t {
   kBefore,  // h += f(norm(h))
   kAfter,   // h += norm(f(h))
@@ -27,7 +27,7 @@ enum class BlockKind : uint8_t {
   kEncoder,  // attention to all rows of the sequence, without rotations; an MLP without a gate; biases everywhere
 };
 
-// What embeddings are multiplied by where blocks begin.
+// The factor of embeddings where blocks begin.
 enum class EmbeddingScale : uint8_t {
   kNone,
   kSqrtDModel,  // sqrt(d_model), rounded to the compute format
@@ -101,21 +101,21 @@ struct ModelConfig {
   int64_t pre_attn_scalar() const { return query_pre_attn_scalar == 0 ? head_dim() : query_pre_attn_scalar; }
   int64_t d_heads() const { return num_heads * head_dim(); }
   int64_t d_qkv() const { return (num_heads + 2 * kv_heads()) * head_dim(); }
-  // Whether block l attends through the window.
+  // True if block l attends through the window.
   bool is_windowed(int64_t l) const {
     return sliding_window > 0 && (full_attention_every == 0 || (l + 1) % full_attention_every != 0);
   }
   double windowed_rope_theta() const { return local_rope_theta == 0 ? rope_theta : local_rope_theta; }
-  // Whether queries and keys are rotated otherwise in such blocks.
+  // True if queries and keys are rotated otherwise in such blocks.
   bool has_windowed_rotations() const {
     return sliding_window > 0 &&
            (windowed_rope_theta() != rope_theta || rope_scaling.kind != RopeScalingKind::kNone);
   }
-  // Of a branch: in front of its inner layer, and whether there is one behind.
+  // The pre-norm of a branch, and whether there is a post-norm.
   NormKind norm_in_front() const { return norm_placement == NormPlacement::kAfter ? NormKind::kNone : norm; }
   bool has_norm_behind() const { return norm_placement != NormPlacement::kBefore; }
   bool is_encoder() const { return block_kind == BlockKind::kEncoder; }
-  // What is added to the weights of norms before anything is multiplied by them.
+  // Added to the weights of norms before anything is multiplied by them.
   float norm_weight_offset() const { return norm_unit_offset ? 1.0f : 0.0f; }
 
   bool operator==(const ModelConfig&) const = default;
@@ -227,7 +227,7 @@ struct PrecisionConfig {
 
   bool operator==(const PrecisionConfig&) const = default;
 
-  // Whether anything in forward is FP8.
+  // True if anything in forward is FP8.
   bool has_fp8() const {
     return gemm != GemmPrecision::kCompute || norm_input == Storage::kFp8 || up_gate == Storage::kFp8 ||
            qkv == Storage::kFp8;

@@ -30,7 +30,7 @@ struct Normals {
   size_t parameter;
   double cutoff;
 
-  // Those of element `first` and following, times `std`.
+  // Draws the numbers of element `first` and following, times `std`.
   void fill(int64_t first, double std, std::span<float> out) const {
     // All bits first, in a loop that compilers vectorise: they are most of the work.
     constexpr size_t kBatch = 64;
@@ -70,7 +70,7 @@ std::vector<float> uniform_values(uint64_t seed, size_t parameter, int64_t fan_i
   return values;
 }
 
-// Those whose name matches: at least one.
+// The parameters whose name matches: at least one.
 std::vector<ParameterInfo*> matches(std::vector<ParameterInfo>& parameters, const char* key,
                                     const std::string& pattern) {
   std::vector<ParameterInfo*> found;

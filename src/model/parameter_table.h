@@ -16,7 +16,7 @@ namespace parka {
 // A stack of blocks (layers/stack.h) has a name, with which the names of its parameters and buffers begin. The
 // decoder's is empty.
 inline constexpr std::string_view kDecoder{};
-// What the names of block l's parameters begin with: "blocks.3."
+// The beginning of the names of block l's parameters: "blocks.3."
 std::string block_prefix(std::string_view stack, int64_t l);
 
 // An adapter of a linear layer: two parameters, by their indices.
@@ -43,7 +43,7 @@ struct ParameterTable {
   // The lowest unit with a parameter that is trained, at which backward ends.
   int first_trained_unit = 0;
 
-  // Of the parameter of this name; -1 where the model has none.
+  // The index of the parameter of this name; -1 if the model has none.
   int index_of(const std::string& name) const;
   int num_units() const { return static_cast<int>(num_blocks) + 2; }
   int block_unit(int64_t l) const { return static_cast<int>(l) + 1; }
@@ -52,15 +52,15 @@ struct ParameterTable {
   int first_backward_unit() const { return side.exists() ? head_unit() : first_trained_unit; }
   // Indices of a unit's parameters. A tied head's weight is in unit 0.
   std::vector<int> unit(int index) const;
-  // Of those, the ones that are trained, and those of all units.
+  // The trained ones among them, and those of all units.
   std::vector<int> trained(int unit) const;
   std::vector<int> trained() const;
-  // Of a unit's parameters, the weights that a block's GEMMs read.
+  // The weights among a unit's parameters that a block's GEMMs read.
   std::vector<int> linear_weights(int unit) const;
   bool ties_head() const { return head == embedding; }
-  // Whether a parameter is trained whose name begins like this.
+  // True if a parameter is trained whose name begins like this.
   bool trains_any(std::string_view prefix) const;
-  // Of a parameter by its index; false for -1, where the model has none.
+  // By the parameter's index; false for -1, where the model has none.
   bool is_trainable(int index) const { return index >= 0 && all[static_cast<size_t>(index)].trainable; }
 
   int64_t num_parameters() const;
@@ -71,7 +71,7 @@ struct ParameterTable {
   std::unordered_map<std::string, int> by_name_;
 };
 
-// Where layers name their parameters, in the order in which forward uses them.
+// Layers name their parameters here, in the order in which forward uses them.
 class ParameterList {
  public:
   ParameterList(const ModelConfig& model, const LoraRules& lora) : model_(model), lora_(lora) {}
@@ -86,9 +86,9 @@ class ParameterList {
   };
   void add_adapters(const std::string& prefix, const std::string& layer, int64_t cols,
                     std::initializer_list<Part> parts);
-  // What is added from here on belongs to the next unit.
+  // Parameters that are added from here on belong to the next unit.
   void begin_unit() { ++unit_; }
-  // Of a weight whose `fan_in` inputs are summed, into the residual stream behind `depth` branches: 0 for what goes
+  // For a weight whose `fan_in` inputs are summed into the residual stream after `depth` branches, or 0 if
   // elsewhere. See initial_weight().
   double initial_std(int64_t fan_in, double depth) const;
 
@@ -115,8 +115,8 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
 //   mitchell (OLMo): normal, cut at 3 standard deviations; std 1/sqrt(d) for embedding, QKV, up/gate and head,
 //                    1/sqrt(2 d (l+1)) for attention_out and 1/sqrt(2 f (l+1)) for down of block l (from 0)
 //   normal:          N(0, init_std)
-// Norm weights are 1, or 0 with norm_unit_offset; biases 0. Of adapters A is uniform within +-1/sqrt(K), and B is
-// 0. Weights of a side network are normal, with the standard deviation of that uniform distribution.
+// Norm weights are 1, or 0 with norm_unit_offset; biases 0. The A of adapters is uniform within +-1/sqrt(K), and B
+// is 0. Weights of a side network are normal, with the standard deviation of that uniform distribution.
 std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index,
                                   uint64_t seed, ElementRange range);
 // All of them.

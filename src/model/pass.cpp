@@ -150,7 +150,7 @@ void Model::Pass::forward(const StepContext& step) const {
   side_->forward_output(step, head_.hidden(step));
 }
 
-// Of a model with a side network both at a time, block by block, so that weights are gathered once.
+// A model with a side network runs both at a time, block by block, so that weights are gathered once.
 void Model::Pass::forward_blocks(const StepContext& step) const {
   if (!side_) {
     stack_.forward(step);

@@ -11,8 +11,8 @@
 
 namespace parka {
 
-// The layers of a Model under one PrecisionConfig, and the order in which they run. Of a batch it keeps nothing:
-// load() says what is to be known of it.
+// The layers of a Model under one PrecisionConfig, and the order in which they run. It keeps nothing of a batch but
+// what load() is told.
 class Model::Pass {
  public:
   Pass(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,

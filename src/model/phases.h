@@ -25,7 +25,7 @@ enum Phase : PhaseMask {
   kEvaluation = 1u << 14,    // between steps, with another precision than training's
 };
 inline constexpr PhaseMask kBlockForward = kForwardAttention | kForwardFfn;
-// Where linear layers go backward.
+// The phases in which linear layers go backward.
 inline constexpr PhaseMask kBackwardLinear = kBackwardDown | kBackwardUpGate | kBackwardAttentionOut | kBackwardQkv;
 inline constexpr PhaseMask kBackward =
     kBackwardLinear | kBackwardSwiglu | kBackwardAttention | kBackwardQkvCodes | kBackwardNorm | kRerun;

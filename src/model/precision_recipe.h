@@ -3,7 +3,7 @@
 
 namespace parka {
 
-// What precision.recipe stands for, before keys given beside it override parts of it.
+// The keys that precision.recipe stands for, before keys given beside it override some of them.
 PrecisionConfig precision_recipe(Recipe recipe);
 
 // For parts of a model that compute in the compute format under every recipe, towers and side networks: everything

@@ -9,7 +9,7 @@
 
 namespace parka {
 
-// What layers need to take samples: columns of the widest original that is computed again, and of the ones.
+// The needs of layers to take samples: columns of the widest original that is computed again, and of the ones.
 struct SampleNeeds {
   int64_t buffer_cols = 0, ones_cols = 0;
   void add(const SampleNeeds& other) {
@@ -29,17 +29,17 @@ class Samples {
           const TensorView& ones)
       : rows_(rows), statistics_(statistics), attention_(attention), buffer_(buffer), ones_(ones) {}
 
-  // Whether it observes what is quantized. Otherwise nothing else may be called but add(), which does nothing, and
-  // add_attention().
+  // True if it observes what is quantized. Otherwise only add(), which does nothing, and add_attention() may be
+  // called.
   bool active() const { return rows_ > 0 && !statistics_.empty(); }
-  // Adds the statistics of how a block's tensor `q`, [T, C], was made of `x`, by its first rows. Of an `x` that has
-  // only those, too. Nothing where `q` is not quantized.
+  // Adds the statistics of how a block's tensor `q`, [T, C], was made of `x`, by its first rows; `x` may have only
+  // these. Does nothing if `q` is not quantized.
   void add(Device& device, int64_t block, QuantizedTensor which, const TensorView& x, const ScaledView& q) const;
   // The same by all rows.
   void add_whole(Device& device, int64_t block, QuantizedTensor which, const TensorView& x,
                  const ScaledView& q) const;
 
-  // Adds the statistics of what a block's attention computes backward, by its first rows. Of every format.
+  // Adds the statistics of a block's attention in backward, by its first rows. For every format.
   void add_attention(Device& device, int64_t block, const AttentionBackward& a) const;
 
   // The rows that count. Empty views stay empty.

@@ -13,7 +13,7 @@
 
 namespace parka {
 
-// What attention is told of the rows' positions.
+// The rows' positions, for attention.
 struct Positions {
   TensorView rotations = {};        // [S, D] the rotary table by positions; by rows with attends_to_cache()
   TensorView whole_rotations = {};  // [whole_length, D] that of all positions of a sequence; with a context
@@ -21,8 +21,8 @@ struct Positions {
   TensorView first_keys = {};
 };
 
-// What layers are told of the batch at hand, and where their tensors are. A view of buffers is cut to this batch,
-// which may be shorter than the largest. Made by whoever loads the batch; layers keep nothing of it.
+// Describes the batch at hand to layers, and finds their tensors. A view of buffers is cut to this batch, which may
+// be shorter than the largest. Pass::load() makes it; layers keep nothing of it.
 struct StepContext {
   Device& device;
   const Arena& arena;
@@ -54,7 +54,7 @@ struct StepContext {
 
   TensorView tensor(TensorId id, int64_t rows, int64_t cols) const;
   TensorView vector(TensorId id, int64_t count) const;
-  // Of t [T, cols] the rows of sequences; and zeros in all others.
+  // The rows of t [T, cols] that belong to sequences; and zeros in all others.
   TensorView rows_of_sequences(const TensorView& t) const { return t.rows(0, shape.num_sequence_tokens()); }
   void clear_padding(const TensorView& t) const;
   ScaledView matrix(const MatrixId& id, int64_t rows, int64_t cols) const { return id.view(arena, rows, cols); }

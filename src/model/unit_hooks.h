@@ -3,8 +3,8 @@
 namespace parka {
 class Device;
 
-// What is to happen around the units of a model (ParameterInfo::unit) as forward and backward reach them: with
-// weights or gradients divided over ranks, they are gathered and reduced here. The calls come in a fixed order, and
+// Called around the units of a model (ParameterInfo::unit) as forward and backward reach them: if weights or
+// gradients are divided over ranks, they are gathered and reduced here. The calls come in a fixed order, and
 // queue work on the device like ops do.
 class UnitHooks {
  public:

@@ -20,8 +20,8 @@ WeightUse training_use(const PrecisionConfig& precision) {
   return precision.recompute == Recompute::kBlock ? WeightUse::kBackwardWithForward : WeightUse::kBackward;
 }
 
-// With ZeRO stage 3 memory is what is asked for, and transposing costs little beside gathering. Of a base in FP8
-// codes are all that there is; those with a scale for each block cannot be transposed on use.
+// With ZeRO stage 3 memory is what is asked for, and transposing costs little beside gathering. A base in FP8 has
+// nothing but codes; codes with a scale for each block cannot be transposed on use.
 WeightCopies kept_copies(const PrecisionConfig& precision, const Zero& zero, BaseFormat base) {
   if (precision.weight_copies != WeightCopies::kAuto) return precision.weight_copies;
   const bool transposes_codes = base == BaseFormat::kFp8 && precision.gemm == GemmPrecision::kFp8Tensor;

@@ -12,12 +12,12 @@
 
 namespace parka {
 
-// What reads a model's weights: forward passes alone, backward too, or a backward that also runs forward again.
+// The readers of a model's weights: forward passes alone, backward too, or a backward that also runs forward again.
 enum class WeightUse { kForward, kBackward, kBackwardWithForward };
 WeightUse training_use(const PrecisionConfig& precision);
 
-// What precision.weight_copies stands for on a rank: itself, or what `auto` means there. `base` is that of frozen
-// weights (ParameterInfo::base).
+// The meaning of precision.weight_copies on a rank: itself, or what `auto` stands for there. `base` is that of
+// frozen weights (ParameterInfo::base).
 WeightCopies kept_copies(const PrecisionConfig& precision, const Zero& zero, BaseFormat base);
 
 // Which FP8 copies are kept for a whole optimizer step, by unit of the parameter table.
@@ -33,7 +33,7 @@ struct KeptCopies {
   WeightCopies of_head() const { return copies == WeightCopies::kBoth ? copies : WeightCopies::kNone; }
 };
 
-// Whether ranks that have divided the blocks' weights (ZeRO stage 3) gather the transposed codes for backward,
+// True if ranks that have divided the blocks' weights (ZeRO stage 3) gather the transposed codes for backward,
 // instead of transposing what all of them have gathered: where both are kept for a whole step, and every rank's
 // pieces are whole rows of the weights. `copies` are those of a block.
 bool gathers_transposed(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use,

@@ -86,7 +86,7 @@ void Attention::declare_output(BufferScope& scope) {
   const int64_t T = scope.tokens();
   const Format& format = scope.formats().activation;
   const PhaseMask forward = scope.forward(kForwardAttention);
-  // Of exchanged heads quantize finds it, for each rank of the tokens that it has.
+  // With exchanged heads quantize finds the maximum, on each rank for its own tokens.
   if (format.scaling == Scaling::kTensor && scope.shape().context_size == 1) {
     amax_ = scope.workspace("attention_amax", DType::kF32, {1}, forward);
   }
@@ -174,7 +174,7 @@ void Attention::backward(const StepContext& step, const GemmInput& d_out, const 
   if (qkv_layer_.reads_input_again()) qkv_layer_.weight_gradient(step, d_qkv_input, x());
 }
 
-// What attention reads.
+// The tensor that attention reads.
 TensorView Attention::rotated(const StepContext& step) const {
   return step.tensor(has_qk_norm() ? rotated_ : qkv_, step.num_tokens(), d_qkv());
 }
@@ -273,7 +273,7 @@ void Attention::attend(const StepContext& step, const TensorView& qkv, const Ten
   attention_forward(step.device, arguments);
 }
 
-// Of whole sequences, with the heads that this rank has of them.
+// The arguments cover whole sequences, with the heads that this rank has of them.
 AttentionForward Attention::forward_arguments(const StepContext& step, const TensorView& qkv,
                                               const TensorView& out) const {
   return {.qkv = qkv,
@@ -317,7 +317,7 @@ void Attention::attend_backward(const StepContext& step, const TensorView& qkv, 
   attention_backward(step.device, arguments);
 }
 
-// As forward_arguments().
+// The same as in forward_arguments().
 AttentionBackward Attention::backward_arguments(const StepContext& step, const TensorView& qkv,
                                                 const TensorView& out, const TensorView& d_out,
                                                 const TensorView& d_qkv) const {
@@ -348,8 +348,7 @@ void Attention::sample_weights(const StepContext& step) const {
   out_layer_.sample_weight(step, block_, QuantizedTensor::kAttentionOutWeight);
 }
 
-// What is about to be quantized, before it is rounded: q, k and v, rotated unless there is a norm. Empty where it
-// is not wanted.
+// q, k and v before they are quantized, rotated unless there is a norm. Empty if no sample is wanted.
 TensorView Attention::sample_to_save(const StepContext& step, const TensorView& qkv) const {
   if (!step.samples.active() || !qkv_saved_.valid()) return {};
   const TensorView sample = step.samples.buffer(d_qkv());

@@ -11,7 +11,7 @@ namespace parka {
 
 // out = W_out attend(rotate(W_qkv x)), causal within each sequence or document, through a window in the blocks that
 // model.sliding_window is for. With model.qkv_bias q, k and v have a bias, and with model.qk_norm the queries and
-// keys are then normalised before they are rotated. Of an encoder: out = W_out attend(W_qkv x) over all of a
+// keys are then normalised before they are rotated. An encoder has out = W_out attend(W_qkv x) over all of a
 // sequence, both with biases. An inner layer of Branch. The only one that knows q, k and v.
 class Attention {
  public:
@@ -48,7 +48,7 @@ class Attention {
   const Positions& positions(const StepContext& step) const {
     return window_ > 0 ? step.windowed_positions : step.positions;
   }
-  // What attention's ops are told of it: nothing where no row has earlier keys.
+  // The window that attention's ops get: 0 where no row has earlier keys.
   int64_t window(const StepContext& step) const { return positions(step).first_keys.empty() ? 0 : window_; }
 
   bool has_qk_norm() const { return qk_norm_ != QkNormKind::kNone; }

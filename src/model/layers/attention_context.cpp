@@ -12,16 +12,16 @@ struct Layouts {
   int64_t cols;
 
   int64_t ranks() const { return shape.context_size; }
-  // As many elements at the beginning of t.
+  // The elements at the beginning of t, as many.
   TensorView within(const TensorView& t) const { return {t.data, t.dtype, {shape.num_tokens(), cols}}; }
   TensorView parts(const TensorView& t) const {
     return t.reshaped({shape.num_sequences, ranks(), shape.sequence_length, cols / ranks()});
   }
-  // As all_to_all takes them: part p of a sequence goes to rank p, or comes from it.
+  // The layout of all_to_all: part p of a sequence goes to rank p, or comes from it.
   TensorView blocks(const TensorView& t) const {
     return t.reshaped({shape.num_sequences, ranks(), shape.sequence_length * cols / ranks()});
   }
-  // What all ranks' slices of one part are: the rows of whole sequences.
+  // The slices of all ranks of one part: the rows of whole sequences.
   TensorView whole(const TensorView& t) const { return t.reshaped({shape.num_whole_tokens(), cols / ranks()}); }
 };
 

@@ -6,9 +6,9 @@
 namespace parka {
 class Device;
 
-// What a model asks of the ranks that share each of its sequences (context parallelism). Each of C ranks works on a
+// Exchanges tensors between the ranks that share each sequence (context parallelism). Each of C ranks works on a
 // slice of sequence_length consecutive tokens. Attention alone needs the others: before it the ranks exchange
-// slices with all heads for whole sequences with a C-th of the heads, and behind it the other way, as
+// slices with all heads for whole sequences with a C-th of the heads, and after it the other way, as
 // DeepSpeed-Ulysses does (Jacobs et al. 2023, arXiv 2309.14509).
 class ContextExchange {
  public:

@@ -9,7 +9,7 @@
 namespace parka {
 namespace {
 
-// Of a matrix of codes whose scales are for the whole or for pieces of rows.
+// The first rows of a matrix of codes whose scales are for the whole or for pieces of rows.
 ScaledView first_rows(const ScaledView& x, int64_t count) {
   PARKA_REQUIRE(x.scaling == Scaling::kTensor || x.scaling == Scaling::kGroup);
   const TensorView scale = x.scaling == Scaling::kGroup ? x.scale.rows(0, count) : x.scale;

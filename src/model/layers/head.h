@@ -19,8 +19,8 @@ class Head {
   void forward(const StepContext& step, const TensorView& residual, const TensorView& branch) const;
   // [T, d] that norm, of which the logits are made. Whoever changes it does so before them.
   TensorView hidden(const StepContext& step) const { return norm_.output(step).data; }
-  // What follows needs forward(). Logits of some rows, until the next call: [count, V + padding()]. count is at
-  // most max_rows().
+  // Logits of some rows, until the next call: [count, V + padding()]. count is at most max_rows(). This and the
+  // following functions need forward() first.
   TensorView logits(const StepContext& step, int64_t first_row, int64_t count) const {
     return logits(step, weight(step), first_row, count);
   }
@@ -45,7 +45,7 @@ class Head {
   template <typename F>
   void for_each_chunk(const StepContext& step, const F& f) const;
   void declare_codes(BufferScope& scope);
-  // As the logits' product reads it.
+  // The weight as the logits' GEMM reads it.
   ScaledView weight(const StepContext& step) const;
   TensorView logits(const StepContext& step, const ScaledView& weight, int64_t first_row, int64_t count) const;
   void chunk_loss(const StepContext& step, const Chunk& chunk, const TensorView& logits, const LossOptions& options,

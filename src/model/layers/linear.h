@@ -25,8 +25,8 @@ struct GemmInput {
 // Makes the input of a linear layer again, as its weight gradient wants it, or finds what forward kept.
 using InputAgain = std::function<GemmInput()>;
 
-// out = x W^T + b, with the weight W [N, K] and, where the table has a parameter <name>_bias, the bias b [N]. Where
-// it has adapters of the layer, the columns of out that belong to one get + scale * (x A^T) B^T, in the compute
+// out = x W^T + b, with the weight W [N, K] and, if the table has a parameter <name>_bias, the bias b [N]. If the
+// layer has adapters, the columns of out that belong to one get + scale * (x A^T) B^T, in the compute
 // format: FP8 operands are decoded for it. Adapters of one layer read one input, so their A are multiplied as one
 // matrix. With dropout each adapter sees x without elements of its own choice, and has products of its own.
 class Linear {
@@ -43,20 +43,20 @@ class Linear {
   void declare(BufferScope& scope, const std::string& name, PhaseMask forward, PhaseMask backward);
 
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
-  // Whether out is a product alone, without bias or adapters; which one.
+  // True if out is a GEMM alone, without bias or adapters; which one.
   bool is_product() const { return adapters_.empty() && bias_ < 0; }
   Gemm product(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void input_gradient(const StepContext& step, const GemmInput& d_out, const TensorView& d_x) const;
-  // Whether the weight is trained, and whether it or an adapter is: else weight_gradient() is not to be called, and
+  // True if the weight is trained, and if it or an adapter is: else weight_gradient() is not to be called, and
   // nobody needs the input again.
   bool trains_weight() const { return trains_weight_; }
   bool reads_input_again() const { return trains_weight_ || !adapters_.empty(); }
   // After input_gradient().
   void weight_gradient(const StepContext& step, const GemmInput& d_out, const GemmInput& x) const;
-  // Of d_out [T, N] before it is quantized. Nothing without a bias that is trained.
+  // Sums d_out [T, N] before it is quantized. Does nothing without a bias that is trained.
   void bias_gradient(const StepContext& step, const TensorView& d_out) const;
 
-  // Of the weight's FP8 copy.
+  // Samples the error of the weight's FP8 copy.
   void sample_weight(const StepContext& step, int64_t block, QuantizedTensor which) const;
 
  private:
@@ -78,9 +78,9 @@ class Linear {
   // (memory_order()), or copied to a buffer. Likewise their gradients are written.
   TensorView stacked_in(const StepContext& step) const;
   TensorView decoded(const StepContext& step, const ScaledView& x, TensorId buffer) const;
-  // What adapters compute of x, and what of it is their part of out; likewise of d_out. Where it can be, their part
-  // of out or d_x is there first, and the layer's own product, whose arithmetic takes longer than its bytes, is
-  // added to it: to add their product of few terms would be to read all of the other once more.
+  // x A^T of all adapters, and their part of out; likewise for d_out. If possible their part of out or d_x is
+  // written first, and the layer's own GEMM, whose arithmetic takes longer than its bytes, is added to it: adding
+  // their GEMM of few terms last would read all of the other once more.
   void inner_products(const StepContext& step, const ScaledView& x) const;
   bool adapters_fill_output() const;  // no columns of out are without one
   void outer_products(const StepContext& step, const TensorView& out, bool accumulate) const;
@@ -92,7 +92,7 @@ class Linear {
   void drop(const StepContext& step, const Adapter& adapter, const TensorView& x, const TensorView& y,
             bool accumulate, bool transposed) const;
   void adapter_gradients(const StepContext& step, const ScaledView& d_out, const GemmInput& x) const;
-  // Of A. `input` is [T, K], or [K, T] unless `is_row`.
+  // The gradients of A. `input` is [T, K], or [K, T] unless `is_row`.
   void in_gradients(const StepContext& step, const TensorView& input, bool is_row) const;
 
   int weight_;

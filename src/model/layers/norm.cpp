@@ -25,8 +25,8 @@ Norm::Norm(NormKind kind, int64_t width, double eps, const ParameterTable& table
 void Norm::declare_in_branch(BufferScope& scope, const std::string& name, bool is_first_of_block, PhaseMask forward,
                              PhaseMask backward, bool is_read_again) {
   if (kind_ == NormKind::kNone) {
-    // Backward reads nothing but the linear layer's input. That is the sum itself, or FP8 codes of it: there is
-    // nothing smaller that it could be made of again.
+    // Backward reads nothing but the linear layer's input: the sum itself, or FP8 codes of it. Nothing smaller is
+    // saved from which these could be recomputed.
     const bool is_fp8 = scope.formats().fp8_gemm;
     sum_ = scope.residual(name + ".input", width_, is_first_of_block, /*keep=*/!is_fp8 && is_read_again);
     output_ = is_fp8 ? scope.gemm_input(name + ".output", width_, /*save=*/true, forward, backward, is_read_again)

@@ -17,7 +17,7 @@ class Norm {
   static void add_parameters(ParameterList& list, NormKind kind, int64_t width, const std::string& name);
 
   Norm(NormKind kind, const ModelConfig& model, const ParameterTable& table, const std::string& name);
-  // Of another width and epsilon than the model's.
+  // A norm of another width and epsilon than the model's.
   Norm(NormKind kind, int64_t width, double eps, const ParameterTable& table, const std::string& name);
 
   // In front of a layer whose first op is a linear layer: it keeps the sum, in FP8 with precision.norm_input, and
@@ -27,12 +27,12 @@ class Norm {
                          PhaseMask backward, bool is_read_again);
   // Behind such a layer, which writes into sum(). It keeps that, in FP8 with precision.norm_input.
   void declare_behind(BufferScope& scope, const std::string& name);
-  // Where forward and backward are one phase: nothing is kept, and all is in the compute format.
+  // For layers whose forward and backward are one phase: nothing is saved, and all is in the compute format.
   void declare_in_workspace(BufferScope& scope, const std::string& name, PhaseMask phase);
 
   // sum = residual + branch; an empty branch adds nothing.
   void forward(const StepContext& step, const TensorView& residual, const TensorView& branch) const;
-  // Of what is in sum(), after declare_behind(); y [T, d] in the compute format.
+  // Normalises sum(), after declare_behind(); y [T, d] in the compute format.
   void forward_behind(const StepContext& step, const TensorView& y) const;
   TensorView sum(const StepContext& step) const;     // [T, d]
   ScaledView output(const StepContext& step) const;  // [T, d]
@@ -43,7 +43,7 @@ class Norm {
   void backward(const StepContext& step, const TensorView& d_output, const TensorView& d_residual,
                 const TensorView& d_sum, const GemmInput& quantized) const;
 
-  // Of the FP8 copy that the norm reads, and of its output. After forward.
+  // Sample the errors of the FP8 copy that the norm reads, and of its output. After forward.
   void sample_input(const StepContext& step, int64_t block, QuantizedTensor which) const;
   void sample_output(const StepContext& step, int64_t block, QuantizedTensor which) const;
   SampleNeeds sample_needs() const;
@@ -52,7 +52,7 @@ class Norm {
   void declare_statistics(BufferScope& scope, const std::string& name);
   void run(const StepContext& step, const TensorView& residual, const TensorView& branch, const ScaledView& y,
            const ScaledView& y_t) const;
-  // What the norm reads: the sum, or its FP8 copy.
+  // The norm's input: the sum, or its FP8 copy.
   ScaledView input(const StepContext& step) const;
   TensorView weight(const StepContext& step) const { return step.weights.plain(weight_); }
   TensorView bias(const StepContext& step) const { return step.weights.plain(bias_); }

@@ -5,7 +5,7 @@
 
 namespace parka {
 
-// What the branches of a stack hand on to one another, forward and backward. One set of buffers for all of them.
+// The tensors that the branches of a stack hand on to one another, forward and backward, in one set of buffers.
 class ResidualStream {
  public:
   // Phases in which inner layers read d_inner, in rows and transposed, and in which their last op writes
@@ -23,8 +23,8 @@ class ResidualStream {
   TensorView d_inner_plain(const StepContext& step) const;
   // The same as GEMMs read it: in FP8 where they are.
   GemmInput d_inner(const StepContext& step) const;
-  // Where whoever writes d_inner_plain writes the FP8 codes, too: empty where there are none. Whoever writes
-  // d_residual does so unless it goes through a norm behind first.
+  // The FP8 codes of d_inner_plain, which its writer writes, too: empty if there are none. The writer of d_residual
+  // does so unless the gradient goes through a post-norm first.
   GemmInput d_inner_codes(const StepContext& step) const;
   GemmInput d_residual_codes(const StepContext& step) const {
     return has_norms_behind_ ? GemmInput{} : d_inner_codes(step);

@@ -16,7 +16,7 @@ class Stack {
   static void add_parameters(ParameterList& list, const ModelConfig& model, std::string_view name,
                              bool has_units = true);
 
-  // Those of block l alone.
+  // The parameters of block l alone.
   static void add_block_parameters(ParameterList& list, const ModelConfig& model, std::string_view name,
                                    int64_t l) {
     Block::add_parameters(list, model, block_prefix(name, l), l);
@@ -35,9 +35,9 @@ class Stack {
 
   // [T, d] where the input of forward() is to be.
   TensorView input(const StepContext& step) const { return blocks_.front().input(step); }
-  // All blocks. What they leave is residual + branch, which nobody has added yet. `between` is called before each
-  // block l with what the block is to read as their sum, and with l = num_blocks() after the last; it may add them,
-  // and say so.
+  // Runs all blocks. Their result is residual + branch, which nobody has added yet. `between` is called before each
+  // block l with the two terms that the block is to read as a sum, and with l = num_blocks() after the last; it may
+  // add them, and say so.
   using Between = std::function<void(int64_t l, TensorView& residual, TensorView& branch)>;
   void forward(const StepContext& step, const Between& between = {}) const;
   TensorView residual(const StepContext& step) const { return blocks_.back().residual(step); }

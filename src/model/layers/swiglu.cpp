@@ -6,7 +6,7 @@
 namespace parka {
 namespace {
 
-// As one kernel where the device has that.
+// One kernel where the device has that.
 void project(const StepContext& step, const SwigluProjection& a) {
   const bool as_one = runs_as_one(step.device, a);
   if (as_one) swiglu_projection(step.device, a);

@@ -12,17 +12,17 @@ namespace parka {
 // weights and no further. All of it in the compute format, but for what is kept of h with SideRules::keeps_fp8.
 class Downsample {
  public:
-  // Of a width d that becomes s; names of parameters and buffers begin with `prefix`. Pooling has no parameters.
+  // A width d becomes s; names of parameters and buffers begin with `prefix`. Pooling has no parameters.
   static void add_parameters(ParameterList& list, const SideRules& rules, int64_t d, int64_t s,
                              const std::string& prefix);
   // `kept_fp8` is the format of what is kept of h with keeps_fp8.
   Downsample(const SideRules& rules, int64_t d, int64_t s, const ParameterTable& table, const std::string& prefix,
              const Format& kept_fp8, BufferScope& scope);
 
-  // [T, d] where h is to be. Where backward reads h in the compute format it is kept there; else all downsamples
+  // [T, d] where h is to be. If backward reads h in the compute format, it is saved there; else all downsamples
   // share this memory.
   TensorView input(const StepContext& step) const { return step.tensor(input_, step.num_tokens(), width_); }
-  // Of what is in input(), to out [T, s].
+  // From input() to out [T, s].
   void forward(const StepContext& step, const TensorView& out) const;
   bool has_parameters() const { return !is_pool(rules_.downsample); }
   // Gradients of the weights from d_out [T, s].
@@ -32,7 +32,7 @@ class Downsample {
   TensorView inner(const StepContext& step, TensorId id) const {
     return step.tensor(id, step.num_tokens(), rules_.rank);
   }
-  // What the second factor reads: the first one's output, or silu of that.
+  // The input of the second factor: the first one's output, or silu of that.
   TensorView activated(const StepContext& step) const;
   TensorView input_again(const StepContext& step) const;
 

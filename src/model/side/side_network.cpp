@@ -18,10 +18,10 @@ const std::string kFinalNorm = std::string(kSide) + "final_norm", kUp = std::str
 
 std::string gate_name(int64_t l) { return block_prefix(kSide, l) + "gate"; }
 
-// Of the downsample of h_i.
+// The prefix of the downsample of h_i.
 std::string down_prefix(int64_t i) { return i == 0 ? kSide : block_prefix(kSide, i - 1); }
 
-// Of a down_i's input: as activations are kept for backward.
+// The format of a down_i's input: that of saved activations.
 Format kept_format(const PrecisionConfig& precision) {
   return {kForwardFormat, Scaling::kGroup, precision.group_size, DType::kBF16};
 }
@@ -104,7 +104,7 @@ std::vector<Downsample> SideNetwork::make_downs(const ParameterTable& table, con
     downs.emplace_back(rules_, d_model_, config_.d_model, table, down_prefix(i), kept_fp8, scope);
     const std::vector<int64_t> shape = {scope.tokens(), config_.d_model};
     const bool is_kept = i > 0 && scope.has_backward();
-    // That of h_0 is g_0, until h_1 comes.
+    // The output for h_0 is g_0, until h_1 comes.
     down_ids_.push_back(
         is_kept ? scope.kept(down_prefix(i) + "difference", scope.compute(), shape)
                 : scope.workspace(i == 0 ? "side.first" : "side.down", scope.compute(), shape, kBlockForward));

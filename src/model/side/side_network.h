@@ -24,10 +24,10 @@ ModelConfig side_stack(const ModelConfig& model, const SideRules& rules);
 // Its parameters are in the units of the blocks beside which they are used.
 class SideNetwork {
  public:
-  // Those of the model, and the side network's own among them.
+  // The parameters of the model, with the side network's own among them.
   static void add_parameters(ParameterList& list, const ModelConfig& model, const SideRules& rules);
 
-  // Of table.side, which exists.
+  // Takes its shape from table.side, which exists.
   SideNetwork(const ModelConfig& model, const ParameterTable& table, BufferScope& scope);
 
   // For each i from 0 to N, where h_i = residual + branch: adds them, and goes on to g_i.
@@ -48,7 +48,7 @@ class SideNetwork {
   // And down_ids_.
   std::vector<Downsample> make_downs(const ParameterTable& table, const Format& kept_fp8, BufferScope& scope);
 
-  // As the side network's layers see it: without units and telemetry.
+  // The step that the side network's layers see: without units and telemetry.
   StepContext side_step(const StepContext& step) const;
   TensorView wide(const StepContext& step, TensorId id) const {
     return step.tensor(id, step.num_tokens(), d_model_);

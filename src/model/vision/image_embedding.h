@@ -7,7 +7,7 @@ namespace parka {
 // The rows that images have in the residual stream of a language model, where text has embeddings of tokens: a
 // tower and a projector, whose parameters are in unit 0 beside the table of embeddings. They compute in the compute
 // format, as the method's released code has it, but for the blocks of a tower with precision.tower = fp8. A batch
-// has a fixed number of images. Those without a place in it change nothing, but for the scales of such a tower.
+// has a fixed number of images. Images without a place in it change nothing, but for the scales of such a tower.
 class ImageEmbedding {
  public:
   // Into the unit at hand. Throws Error(kBadInput) for a projector that does not fit the tower.
@@ -15,7 +15,7 @@ class ImageEmbedding {
   // Rows of an image.
   static int64_t num_slots(const VisionConfig& vision);
 
-  // The scope is the language model's, with BatchShape::num_images() images. What is frozen keeps nothing.
+  // The scope is the language model's, with BatchShape::num_images() images. Frozen parts save nothing.
   ImageEmbedding(const ModelConfig& model, const ParameterTable& table, BufferScope& scope);
 
   int64_t num_slots() const { return num_slots_; }

@@ -27,7 +27,7 @@ struct TowerConfig {
   int64_t patch_size = 14;
   Activation activation = Activation::kQuickGelu;
   double norm_eps = 1e-5;
-  // Of pixels that are bytes, by channel: (byte / 255 - mean) / deviation, rounded to fp32. Three each.
+  // Pixels are bytes; by channel the tower gets (byte / 255 - mean) / deviation, rounded to fp32. Three each.
   std::vector<double> pixel_mean = {0.48145466, 0.4578275, 0.40821073};
   std::vector<double> pixel_deviation = {0.26862954, 0.26130258, 0.27577711};
   int64_t feature_layer = -2;      // which hidden state; negative: from the last one, -1
@@ -77,7 +77,7 @@ struct ProjectorConfig {
   bool operator==(const ProjectorConfig&) const = default;
 };
 
-// What a language model sees images with: section model.vision of a config.
+// The tower and projector of a language model: section model.vision of a config.
 struct VisionConfig {
   TowerConfig tower{.kind = TowerKind::kNone};
   ProjectorConfig projector;  // d_model is that of the language model: projector_into()

@@ -11,7 +11,7 @@
 namespace parka {
 namespace {
 
-// Of a frozen tower, which keeps nothing, what reads them goes backward.
+// A frozen tower saves nothing, but the layers that read its features go backward.
 TensorId declare_features(const TowerConfig& config, BufferScope& scope) {
   const std::vector<int64_t> shape = {scope.shape().num_sequences * config.num_features(), config.width};
   if (scope.has_backward()) return scope.kept("vision.features", scope.compute(), shape);
@@ -83,7 +83,7 @@ void VisionTower::forward(const StepContext& step, const TensorView& pixels) con
   select(step);
 }
 
-// What the stack has left is added up.
+// Adds up the two terms of the stack's result.
 void VisionTower::select(const StepContext& step) const {
   const TensorView residual = stack_.residual(step), branch = stack_.branch(step), out = features(step);
   if (config_.drops_class_token()) {

@@ -8,7 +8,7 @@ namespace parka {
 // With what the names of a tower's parameters and buffers begin.
 inline constexpr std::string_view kVision = "vision.";
 
-// What the stack of a tower is told.
+// The config of a tower's stack.
 ModelConfig tower_stack(const TowerConfig& config);
 
 // The number formats of a tower in a model of this precision, and the rows that they want behind those of
