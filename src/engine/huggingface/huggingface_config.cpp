@@ -30,7 +30,7 @@ const HuggingFaceFamily& family_of(const Reader& config, std::span<const Hugging
   config.fail("architectures {} is not supported; {} is", printable(architectures->dump()), family->architecture);
 }
 
-// What the family's models in transformers can do and Parka cannot.
+// Refuses a setting of the family's models in transformers that Parka does not have.
 void check_fixed_key(const Reader& config, const FixedKey& fixed) {
   const json& usual = fixed.accepted.front();
   if (fixed.presence == Presence::kRequired && !config.has(fixed.key)) {
@@ -112,7 +112,7 @@ void read_rope(const Reader& config, const std::string& where, const HuggingFace
   read_rope_scaling(rope, read.max_positions, model.rope_scaling);
 }
 
-// Of layers with a window, where `local` has their rope_parameters or is null; `theta` is that of the whole config.
+// For layers with a window: `local` has their rope_parameters or is null, `theta` is that of the whole config.
 void read_local_rope(const Reader& config, const std::string& where, const json& local, double theta,
                      const HuggingFaceFamily& family, ModelConfig& model) {
   const std::string_view key = family.local_rope_theta_key;

@@ -25,7 +25,7 @@ struct HuggingFaceModel {
 HuggingFaceModel parse_huggingface_config(const nlohmann::json& config, const std::string& where,
                                           std::span<const HuggingFaceFamily> families = huggingface_families());
 
-// Whether `config`, as it was read, does not say theta of layers with a window, so that versions of transformers
+// True if `config`, as it was read, does not say theta of layers with a window, so that versions of transformers
 // take different ones: rope_theta in version 4, and the family's own since.
 bool leaves_local_theta_open(const HuggingFaceModel& read, const nlohmann::json& config);
 

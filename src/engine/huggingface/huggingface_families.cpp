@@ -58,7 +58,7 @@ std::vector<FixedKey> fixed_keys(const std::vector<FixedKey>& own) {
 
 const FixedKey kNoWindow = {"sliding_window", {nullptr}};
 
-// Those but for keys that say nothing about the family's models.
+// `keys` without those that say nothing about the family's models.
 std::vector<FixedKey> fixed_keys_without(const std::vector<std::string_view>& names, std::vector<FixedKey> keys) {
   std::erase_if(
       keys, [&](const FixedKey& entry) { return std::find(names.begin(), names.end(), entry.key) != names.end(); });

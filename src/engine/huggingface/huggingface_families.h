@@ -42,8 +42,8 @@ struct FixedKey {
   Presence presence = Presence::kOptional;
 };
 
-// What a tensor in a block holds: a Parka parameter, or rows of one, because Parka keeps queries, keys and values,
-// and up and gate, as one matrix each.
+// The content of a tensor in a block: a Parka parameter, or rows of one, because Parka keeps queries, keys and
+// values, and up and gate, as one matrix each.
 enum class BlockTensor : uint8_t {
   kQuery,
   kKey,
@@ -82,14 +82,14 @@ struct HuggingFaceFamily {
   ModelConfig fixed;
   std::vector<ModelKey> keys;
   std::vector<FixedKey> fixed_keys;
-  // What transformers takes where config.json has no such key.
+  // The value of transformers if config.json has no such key.
   double rope_theta = 10000.0;
   int64_t max_positions = 2048;
-  // Of families with a list of `layer_types`, where one layer in so many has full attention if there is none, and
-  // with angles of each type: those of layers with a window are not scaled. 0: all layers are alike.
+  // For families with a list of `layer_types` and with angles of each type: without the list one layer in so many
+  // has full attention, and angles of layers with a window are not scaled. 0: all layers are alike.
   int64_t full_attention_every = 0;
-  // Of those: the key for another such number, and that for the theta of layers with a window, with what
-  // transformers takes where it is absent. Empty: there are none, and theta is that of all layers.
+  // For these families the key of another such number, and the key of theta in layers with a window, with the value
+  // of transformers if it is absent. Empty: there are none, and theta is that of all layers.
   std::string_view full_attention_every_key = {};
   std::string_view local_rope_theta_key = {};
   double local_rope_theta = 0;

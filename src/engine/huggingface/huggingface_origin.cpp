@@ -63,7 +63,7 @@ std::optional<int64_t> max_positions_in(const json& object, const std::string& w
   return ConfigReader(object, where).integer(kMaxPositionsKey);
 }
 
-// What a run has kept; nullopt for one that has nothing.
+// The origin that a run has kept; nullopt for a run without.
 std::optional<HuggingFaceOrigin> kept_origin(const std::string& run_folder) {
   constexpr int64_t kMostLayoutBytes = int64_t{64} << 20;
   const fs::path folder = fs::path(run_folder) / kHuggingFaceFolder;

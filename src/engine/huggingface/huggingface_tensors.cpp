@@ -18,7 +18,7 @@ struct Rows {
   bool is_vector = false;
 };
 
-// Of block l.
+// The rows of a tensor of block l.
 Rows rows_of(BlockTensor tensor, const ParameterTable& table, int64_t l, const ModelConfig& config) {
   const int64_t d = config.d_model, f = config.d_ffn;
   const int64_t queries = config.d_heads(), keys = config.kv_heads() * config.head_dim();
@@ -44,7 +44,7 @@ Rows rows_of(BlockTensor tensor, const ParameterTable& table, int64_t l, const M
   throw_internal("a tensor of a block without a parameter");
 }
 
-// Whether each row of each parameter is in one tensor.
+// True if each row of each parameter is in one tensor.
 bool covers(const std::vector<HuggingFaceTensor>& tensors, const ParameterTable& table) {
   std::vector<int64_t> rows(table.all.size());
   for (const HuggingFaceTensor& tensor : tensors) rows[tensor.parameter] += tensor.num_rows;

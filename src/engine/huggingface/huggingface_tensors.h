@@ -37,12 +37,12 @@ struct LlavaNames {
 std::vector<HuggingFaceTensor> huggingface_tensors(const HuggingFaceFamily& family, const ModelConfig& config,
                                                    const ParameterTable& table, const LlavaNames* llava = nullptr);
 
-// That of the embedding, which is the first parameter.
+// The tensor of the embedding, which is the first parameter.
 const HuggingFaceTensor& embedding_of(const std::vector<HuggingFaceTensor>& tensors);
 // The name of the head.
 std::string head_name(const HuggingFaceFamily& family, const LlavaNames* llava);
 
-// Whether a file may have a tensor of this name that is not a weight: rotary frequencies, which older versions of
+// True if a file may have a tensor of this name that is not a weight: rotary frequencies, which older versions of
 // transformers saved and no version reads.
 bool is_ignored_huggingface_tensor(std::string_view name);
 

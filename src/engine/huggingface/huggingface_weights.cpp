@@ -78,7 +78,7 @@ void check_index(const std::map<std::string, std::string>& index, const HuggingF
   }
 }
 
-// What the serializer of the safetensors library orders the tensors of a file of one format by.
+// The order in which the safetensors library writes tensors of one format.
 bool precedes(const HuggingFaceTensor* a, const HuggingFaceTensor* b) { return a->name < b->name; }
 
 // The tensors of each file, by the rule of huggingface_hub's split_torch_state_dict_into_shards.

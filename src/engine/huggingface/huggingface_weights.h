@@ -18,7 +18,7 @@ inline constexpr int64_t kMaxHuggingFaceConfigBytes = 16 << 20;  // larger ones 
 inline constexpr const char* kHuggingFaceFileName = "model.safetensors";
 inline constexpr const char* kHuggingFaceIndexName = "model.safetensors.index.json";
 
-// Where each tensor lies in the files of a model.
+// The place of each tensor in the files of a model.
 struct HuggingFaceLayout {
   struct File {
     std::string name;         // in the model's folder
@@ -51,8 +51,8 @@ struct HuggingFaceWeights {
 // Reads headers and index. Throws Error(kBadInput) when a file is missing, damaged or contradicts the index.
 HuggingFaceWeights open_huggingface_weights(const std::string& folder);
 
-// Where only the other name of a tied matrix is there, as safetensors' save_model writes it, gives it that of the
-// embedding.
+// Gives a tied matrix the name of the embedding if only its other name is there, as safetensors' save_model writes
+// it.
 void name_tied_embedding(HuggingFaceWeights& weights, const std::string& embedding, const std::string& head);
 
 // Throws Error(kBadInput) unless the weights are exactly `tensors`, in their shapes and as plain floats. `head` is

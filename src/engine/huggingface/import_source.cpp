@@ -66,7 +66,7 @@ void add_weights(HuggingFaceWeights&& from, const std::function<std::string(cons
   for (HuggingFaceLayout::File& file : from.layout.files) into.layout.files.push_back(std::move(file));
 }
 
-// Of a tower alone, or of a CLIP or SigLIP model with one for text as well.
+// Reads a folder of a tower alone, or of a CLIP or SigLIP model with one for text as well.
 TowerConfig read_tower(const std::string& folder) {
   json config = read_config(folder);
   const std::string type = ConfigReader(config, config_path_in(folder)).text("model_type", "");
@@ -106,7 +106,7 @@ bool is_original(const json& config) {
   return found != config.end() && *found == json{kOriginalArchitecture};
 }
 
-// Of a language model's names those of transformers' LLaVA, and likewise of the original LLaVA's.
+// The names of a language model in transformers' LLaVA; the same for names of the original LLaVA.
 std::string renamed_from_original(const std::string& name) {
   constexpr std::string_view kTower = "model.vision_tower.vision_tower.vision_model.",
                              kFc1 = "model.mm_projector.0", kFc2 = "model.mm_projector.2",
@@ -182,7 +182,7 @@ void check_language_model(const HuggingFaceFamily& family, const std::string& wh
                   family.model_type);
 }
 
-// VILA 1.5's projector and what is in front of it. Of NVILA's settings none is supported.
+// VILA 1.5's projector and what comes before it. None of NVILA's settings is supported.
 void read_vila_projector(const std::string& folder, const json& whole, VisionConfig& vision) {
   const ConfigReader top(whole, config_path_in(folder));
   for (const char* key : {"s2", "dynamic_s2"}) require(top, key, false);

@@ -10,7 +10,7 @@
 
 namespace parka {
 
-// What an import makes a checkpoint of: a model in one folder, or one whose parts are in several.
+// The source of an import: a model in one folder, or one whose parts are in several.
 struct ImportSource {
   struct CarriedFile {
     std::string folder, name;
@@ -35,7 +35,7 @@ struct ImportSource {
 // is no config.json.
 std::string model_folder_of(const std::string& folder);
 
-// Of a folder with a model as transformers has it. Throws Error(kBadInput) for what is not supported.
+// Opens a folder with a model of transformers. Throws Error(kBadInput) if anything in it is not supported.
 ImportSource open_model(const std::string& folder);
 
 // A language model, Llama or Qwen2, and the tower of a CLIP or SigLIP model, with a projector in between that is to
@@ -43,7 +43,7 @@ ImportSource open_model(const std::string& folder);
 // image slots; negative: the first behind the vocabulary, which grows to the next multiple of 64.
 ImportSource open_model_with_tower(const std::string& folder, const std::string& tower_folder, int64_t image_token);
 
-// Whether a folder is VILA's: with language model, tower and projector in folders of their own.
+// True if a folder is VILA's: with language model, tower and projector in folders of their own.
 bool is_vila_folder(const std::string& folder);
 // Such a model, of VILA 1.5. `image_token` as above.
 ImportSource open_vila_model(const std::string& folder, int64_t image_token);

@@ -26,7 +26,7 @@ constexpr std::array<std::pair<std::string_view, Activation>, 3> kActivations{
      {"gelu_pytorch_tanh", Activation::kGeluTanh},
      {"gelu", Activation::kGelu}}};
 
-// What transformers takes for keys that a text_config lacks: published ones leave out what is like Llama 7B's.
+// Adds transformers' defaults of keys that a text_config lacks: published ones leave out what is like Llama 7B's.
 json with_text_defaults(json text, const std::string& type) {
   json usual = {{"hidden_size", 4096},
                 {"num_hidden_layers", 32},

@@ -13,24 +13,26 @@ namespace parka {
 inline constexpr const char* kLlavaModelType = "llava";
 inline constexpr const char* kLlavaArchitecture = "LlavaForConditionalGeneration";
 
-// What prepares pictures, in the model's folder: a file of its own, or nested in the second, where it is asked for.
+// The preprocessor of pictures in the model's folder: a file of its own, or nested in the second, which is read
+// first.
 inline constexpr const char *kPreprocessorName = "preprocessor_config.json",
                             *kProcessorName = "processor_config.json", *kNestedProcessorKey = "image_processor";
-// Of either file, which may be no object.
+// The processor in either file, which may be no object.
 const nlohmann::json& image_processor_in(const nlohmann::json& file);
 
-// As parse_huggingface_config(), of a config.json whose model_type is kLlavaModelType. The family is the language
-// model's. Mean and deviation of pixels, which it has not, are those that towers of the kind are trained with.
+// Like parse_huggingface_config(), for a config.json whose model_type is kLlavaModelType. The family is the
+// language model's. Mean and deviation of pixels, which it has not, are those that towers of the kind are trained
+// with.
 HuggingFaceModel parse_llava_config(const nlohmann::json& config, const std::string& where,
                                     std::span<const HuggingFaceFamily> families);
 
-// As make_huggingface_config(), of a model with a tower. Throws Error(kBadInput) for a projector that transformers
-// does not have.
+// Like make_huggingface_config(), for a model with a tower. Throws Error(kBadInput) for a projector that
+// transformers does not have.
 std::string make_llava_config(const HuggingFaceModel& model, DType dtype, const nlohmann::json* origin);
 
-// What VILA 1.5's folder has beside language model and tower: the config.json of the whole, from that of an import,
-// if there is one, and the projector's; and the tower's. Throws Error(kBadInput) for a projector that VILA 1.5 does
-// not have.
+// The files of VILA 1.5's folder beside language model and tower: the config.json of the whole, from that of an
+// import, if there is one, and the projector's; and the tower's. Throws Error(kBadInput) for a projector that
+// VILA 1.5 does not have.
 std::string make_vila_config(const VisionConfig& vision, const nlohmann::json* origin);
 std::string make_vila_projector_config();
 std::string make_tower_config(const TowerConfig& tower, DType dtype);

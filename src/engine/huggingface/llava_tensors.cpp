@@ -14,16 +14,16 @@ namespace parka {
 namespace {
 
 constexpr std::array<LlavaNames, 4> kNames{{
-    // As published, by versions 4.36 to 4.51.
+    // Published by versions 4.36 to 4.51.
     {"language_model.model.", "language_model.lm_head.weight", "vision_tower.vision_model.",
      "multi_modal_projector.linear_1", "multi_modal_projector.linear_2"},
-    // As version 5 saves.
+    // Saved by version 5.
     {"language_model.model.", "language_model.lm_head.weight", "vision_tower.", "multi_modal_projector.linear_1",
      "multi_modal_projector.linear_2"},
-    // As 4.52 saves.
+    // Saved by 4.52.
     {"model.language_model.", "lm_head.weight", "model.vision_tower.vision_model.",
      "model.multi_modal_projector.linear_1", "model.multi_modal_projector.linear_2"},
-    // Those of version 5 in memory.
+    // Names of version 5 in memory.
     {"model.language_model.", "lm_head.weight", "model.vision_tower.", "model.multi_modal_projector.linear_1",
      "model.multi_modal_projector.linear_2"},
 }};

@@ -13,7 +13,7 @@ namespace parka {
 
 // Every version of transformers since 4.36 reads the first.
 std::span<const LlavaNames> all_llava_names();
-// Those of a model whose tensors are so named; null where none fit.
+// The names of a model that has these tensors; null if none fit.
 const LlavaNames* find_llava_names(const std::function<bool(const std::string&)>& has_tensor);
 
 // VILA 1.5's, whose language model, tower and projector are models of their own, each in a folder.
@@ -22,7 +22,7 @@ const LlavaNames& vila_part_names();
 // The folder of a tensor that is so named.
 const char* vila_part_of(std::string_view name);
 
-// Of the whole model in transformers' order: tower, projector, and those of the language model. The patch embedding
+// The whole model's in transformers' order: tower, projector, and those of the language model. The patch embedding
 // is [v, 3, p, p]: the parameter's further columns, which meet zeros, are not in it.
 std::vector<HuggingFaceTensor> llava_tensors(const ModelConfig& config, const ParameterTable& table,
                                              const LlavaNames& names,
@@ -31,8 +31,8 @@ std::vector<HuggingFaceTensor> llava_tensors(const ModelConfig& config, const Pa
 // A name of the language model's in the whole model; `llava` is null where that is all.
 std::string in_language_model(const std::string& name, const LlavaNames* llava);
 
-// Whether a tensor is of a part of the tower that no model reads: blocks behind the hidden state that is selected,
-// the last LayerNorm, SigLIP's head, and numbers of positions. `name` begins behind LlavaNames::tower.
+// True if a tensor is of a part of the tower that no model reads: blocks after the hidden state that is selected,
+// the last LayerNorm, SigLIP's head, and numbers of positions. `name` is without LlavaNames::tower.
 bool is_unread_by_models(std::string_view name, const TowerConfig& tower);
 
 }  // namespace parka

@@ -16,7 +16,7 @@
 namespace parka {
 namespace {
 
-// peft wraps the model twice. What ends a weight's name in the model comes after the adapter's.
+// peft wraps the model twice. The end of a weight's name in the model comes after the adapter's.
 std::string peft_name(std::string_view weight, const char* factor) {
   constexpr std::string_view kWeight = ".weight";
   PARKA_REQUIRE(weight.ends_with(kWeight));

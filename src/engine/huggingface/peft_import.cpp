@@ -56,7 +56,7 @@ const json& required(const json& config, const char* key, const std::string& whe
 }
 
 // peft writes the whole names of few layers ("model.layers.0.self_attn.q_proj") where "all-linear" was asked for.
-// Whether all blocks have them is seen by the tensors.
+// The tensors show if all blocks have them.
 std::string last_part(const std::string& name) { return name.substr(name.rfind('.') + 1); }
 
 // In the order of Parka's own.
@@ -193,7 +193,7 @@ std::string import_peft_adapter(const std::string& folder, const LoadedCheckpoin
   }
   config.finetune = parse_peft_config(
       parse_json_text(read_text(where, kMaxHuggingFaceConfigBytes), where, JsonComments::kRefused), where);
-  // What was said of the base's own parameters, and of its ranks, may not go with adapters.
+  // The base's settings of its own parameters and ranks may not go with adapters.
   config.optimizer.frozen.clear();
   config.optimizer.lr_patterns.clear();
   config.optimizer.lr_factors.clear();

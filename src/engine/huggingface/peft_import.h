@@ -11,7 +11,7 @@ namespace parka {
 inline constexpr const char *kPeftConfigName = "adapter_config.json",
                             *kPeftWeightsName = "adapter_model.safetensors";
 
-// What peft's adapter_config.json says, as a section `finetune`. Throws Error(kBadInput), whose message begins with
+// Makes a section `finetune` of peft's adapter_config.json. Throws Error(kBadInput), whose message begins with
 // `where`, for other adapters than LoRA beside whole linear layers, each in all blocks, and for settings that
 // change what is computed.
 FinetuneConfig parse_peft_config(const nlohmann::json& config, const std::string& where);

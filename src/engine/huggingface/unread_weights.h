@@ -15,9 +15,9 @@ inline constexpr const char* kUnreadWeightsName = "unread_weights.safetensors";
 // train nothing and change nothing, but an export has them as the imported model had.
 class UnreadWeights {
  public:
-  // Of the folder of what came with a model; nullopt where it has no such file.
+  // Opens the file in the folder of what came with a model; nullopt if it has none.
   static std::optional<UnreadWeights> open(const std::string& folder);
-  // Of a tower whose last block is the one that is read: its last LayerNorm with weight 1 and bias 0.
+  // For a tower whose last block is the one that is read: its last LayerNorm with weight 1 and bias 0.
   static UnreadWeights last_norm(const TowerConfig& tower);
 
   const std::map<std::string, SafetensorsEntry>& tensors() const { return tensors_; }

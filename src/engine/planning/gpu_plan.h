@@ -9,18 +9,18 @@
 
 namespace parka {
 
-// Of a node, where nothing else is said.
+// The default for a node.
 inline constexpr int64_t kGpusPerNode = 8;
 
-// What the CUDA context, the kernels' code and cuBLASLt take of a GPU beside the plan, in bytes: measured on an
+// Bytes of a GPU that the CUDA context, the kernels' code and cuBLASLt take beside the plan: measured on an
 // H200 with CUDA 13.0 (docs/results/memory.md), 0.293 and 0.302 GB for models of 1 and 7 billion parameters.
 // NCCL 2.28 took 0.94 to 1.27 GB more on two and four of them, and 0.268 GB are the stacks it needs.
 inline constexpr int64_t kContextBytes = 302'000'000, kNcclBytes = 1'203'000'000;
 inline int64_t nccl_bytes(int64_t num_gpus) { return num_gpus > 1 ? kNcclBytes : 0; }
 inline int64_t context_bytes(int64_t num_gpus) { return kContextBytes + nccl_bytes(num_gpus); }
 
-// What NCCL takes more for the groups of ranks of a run on `num_gpus` GPUs that are neither one rank nor all of
-// them: the shards of distributed.shard_size, the ranks across them, those that share sequences. Two took 0.79 GB
+// NCCL takes so much more for each group of ranks that is neither one rank nor all of them: the shards of
+// distributed.shard_size, the ranks across them, those that share sequences. Two groups took 0.79 GB
 // on each of four H200s (docs/results/memory.md).
 inline constexpr int64_t kNcclGroupBytes = 396'000'000;
 int64_t group_bytes(const Config& config, int64_t num_gpus);
@@ -33,7 +33,7 @@ struct MemoryBytes {
   bool within(const MemoryBytes& limit) const { return gpu <= limit.gpu && host <= limit.host; }
 };
 
-// What one GPU of a run holds, line by line.
+// The memory of one GPU of a run, line by line.
 struct GpuPlan {
   struct Line {
     std::string category;

@@ -79,14 +79,14 @@ class Ladder {
     return bytes && bytes->within(limit_);
   }
 
-  // Whether `after` is possible, and takes less memory of the GPU than `before`: buffers of offload take more in a
+  // True if `after` is possible, and takes less memory of the GPU than `before`: buffers of offload take more in a
   // small model.
   bool saves(const Chosen& after, const Chosen& before) {
     const std::optional<MemoryBytes>&with = planned(after), &without = planned(before);
     return with && with->host <= limit_.host && (!without || with->gpu < without->gpu);
   }
 
-  // Makes change i if that saves memory. Where it contradicts another, or the host has too little for both, it
+  // Makes change i if that saves memory. If it contradicts another, or the host has too little for both, it
   // takes the place of that.
   bool make(size_t i, Chosen& chosen) {
     if (chosen[i]) return false;

@@ -34,12 +34,12 @@ std::optional<MemoryAdvice> cheapest_changes(const GivenConfig& config, int64_t 
 enum class MoreGpus : uint8_t { kWithStages, kWithChanges };
 
 // The fewest GPUs, more than `num_gpus`, that divide the batch and that the run fits on as it is but for its ZeRO
-// stage, or, kWithChanges, with the cheapest changes. Of so many GPUs each has `limit_of` of memory. Numbers are
+// stage, or, kWithChanges, with the cheapest changes. Each of so many GPUs has `limit_of` of memory. Numbers are
 // those up to 8 and multiples of 8 up to 1024; nullopt where none is enough.
 std::optional<MemoryAdvice> fewest_gpus(const GivenConfig& config, int64_t num_gpus,
                                         const std::function<MemoryBytes(int64_t gpus)>& limit_of, MoreGpus with);
 
-// What else there is to do where fewest_gpus() finds none, in words: it tries only numbers that divide the batch.
+// Advice in words if fewest_gpus() finds none: it tries only numbers that divide the batch.
 std::string advice_without_gpus(const Config& config, int64_t num_gpus);
 
 }  // namespace parka

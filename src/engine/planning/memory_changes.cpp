@@ -22,8 +22,8 @@ std::string cost_of_recomputation(FinetuneMethod method) {
                                         : "the same bits, about a third more work";
 }
 
-// More ranks than now that may share each sequence. Of long sequences only: parts of others would make small matrix
-// products.
+// More ranks than now that may share each sequence. For long sequences only: parts of others would make small
+// GEMMs.
 std::vector<int64_t> sharing_ranks_to_try(const Config& config, int64_t num_gpus) {
   constexpr int64_t kShortestPart = 8192;
   std::vector<int64_t> numbers;
@@ -34,7 +34,7 @@ std::vector<int64_t> sharing_ranks_to_try(const Config& config, int64_t num_gpus
   return numbers;
 }
 
-// Whether a higher stage of ZeRO adds gradients, or the squares of their norm, in another order. From stage 1 on
+// True if a higher stage of ZeRO adds gradients, or the squares of their norm, in another order. From stage 1 on
 // each rank has the squares of its own pieces, and from 2 on ranks add up every micro-batch's gradients, not a
 // step's.
 bool changes_sums(const Config& config, int64_t num_gpus) {

@@ -10,7 +10,7 @@ namespace parka {
 
 // A change of a config that makes a run take less memory.
 struct MemoryChange {
-  // What becomes of a run's results: the same bits; the same but for the order of sums; fewer bits of a number.
+  // The effect on a run's results: the same bits; the same but for the order of sums; fewer bits of a number.
   enum class Results : uint8_t { kSameBits, kOtherSums, kOtherPrecision };
 
   std::string override;  // "section.key=value", as --set takes it
@@ -25,8 +25,8 @@ struct MemoryChange {
 
 inline constexpr std::string_view kZeroStageKey = "distributed.zero_stage";
 
-// Those that `config` does not have yet, from the cheapest to the dearest (docs/troubleshooting.md). Of changes of
-// one key the later saves more, and replaces the earlier.
+// The changes that `config` does not have yet, from the cheapest to the dearest (docs/troubleshooting.md). If two
+// changes have one key, the later saves more, and replaces the earlier.
 std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus);
 
 // "--set section.key=value --set ...", for a shell.

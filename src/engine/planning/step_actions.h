@@ -33,7 +33,7 @@ struct StepAction {
   bool operator==(const StepAction&) const = default;
 };
 
-// What a rank's own work takes, with no collective beside it.
+// The time of a rank's own work, with no collective beside it.
 struct WorkSeconds {
   std::function<double(const RecordedOp&)> of_op;
   // Bytes read and written per second: of zeros that are written, and of pieces of gradients that are added up.
@@ -41,11 +41,11 @@ struct WorkSeconds {
 };
 
 // The whole step. Work that nothing comes between is one action, but for that of several micro-batches. Adding up
-// pieces runs beside other work, which is taken to leave no multiprocessor idle for it. Of a part that is queued
-// very often only the first times are put down: by then each takes as long as the one before.
+// pieces runs beside other work, which is taken to leave no multiprocessor idle for it. A part that is queued very
+// often is put down only the first times: by then each takes as long as the one before.
 std::vector<StepAction> step_actions(const RecordedStep& step, const WorkSeconds& seconds);
 
-// What all of the step's own work takes.
+// The time of all of the step's own work.
 double compute_seconds(const RecordedStep& step, const WorkSeconds& seconds);
 
 }  // namespace parka

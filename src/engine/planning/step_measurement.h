@@ -11,7 +11,7 @@
 
 namespace parka {
 
-// What `parka bench --json` has measured.
+// A measurement of `parka bench --json`.
 struct StepMeasurement {
   std::string path, device;
   int64_t ranks = 1;
@@ -36,7 +36,7 @@ StepMeasurement read_step_measurement(const std::string& path);
 // Throws Error(kBadInput) unless a step has whole micro-batches.
 void require_whole_micro_batches(const Config& config, int64_t num_gpus);
 
-// What work takes by a measurement on one GPU, so that the measured step takes `slowest` times as long. Throws
+// The time of work by a measurement on one GPU, so that the measured step takes `slowest` times as long. Throws
 // Error(kBadInput) for a measurement on several GPUs.
 WorkSeconds measured_work(const StepMeasurement& one, double slowest = 1);
 

@@ -26,7 +26,7 @@ class StreamTimeline {
   void save(double seconds);
   void wait_saved();
 
-  // As if what was queued since `before` were queued so many times more, each of which takes as long.
+  // Acts as if what was queued since `before` were queued so many times more, each of which takes as long.
   void repeat_since(const StreamTimeline& before, int64_t times);
 
   double now() const { return now_; }  // when the work queued so far is done
