@@ -10,10 +10,9 @@
 //   hash = sum over i of mix(w[i] ^ (i * kHashStep + kHashStart))     mod 2^64
 //   mix(z): z ^= z >> 32;  z *= kHashFactor;  z ^= z >> 32;  z *= kHashFactor;  z ^= z >> 32
 //   - mix is a bijection, so a change within one word, of one bit or of all, changes the hash with certainty.
-//   - Other changes keep it only by chance, even where a faulty line flips the same bit of many words: every bit of
-//   a
-//     word changes every bit of its term, in a way that depends on the word and its place. Of 2^40 pairs of words,
-//     each of the 64 bits flipped in both, no pair kept the hash.
+//   - Other changes keep it only by chance, even if a faulty line flips the same bit of many words: every bit of a
+//     word changes every bit of its term, in a way that depends on the word and its place. No pair of 2^40 pairs of
+//     words kept the hash with each of the 64 bits flipped in both.
 //   - A sum modulo 2^64 is the same in any order: the hash depends on neither device nor the number of threads. The
 //     hashes of parts add up to that of the whole if all but the last part are multiples of 8 bytes long.
 // It does not detect zeros appended within the last word, and it does not withstand an attacker.

@@ -36,7 +36,7 @@ struct RealRange {
 // A text field admits the empty text too.
 struct MayBeEmpty {};
 
-// What another value of a field changes. A field without effects does not compile: comparisons of configs go by
+// The effects of another value of a field. A field without effects does not compile: comparisons of configs go by
 // them alone.
 enum class Effects : uint8_t {};
 inline constexpr Effects kNoEffect{0};
@@ -50,7 +50,7 @@ inline constexpr Effects kRunTime{32};           // how long several GPUs take f
 constexpr Effects operator|(Effects a, Effects b) {
   return Effects{static_cast<uint8_t>(static_cast<uint8_t>(a) | static_cast<uint8_t>(b))};
 }
-// Whether `effects` has all of `asked`.
+// True if `effects` has all of `asked`.
 constexpr bool has(Effects effects, Effects asked) { return (effects | asked) == effects; }
 
 inline constexpr Effects kModelField = kHashed | kFixedOnResume | kWeights | kStepTime;  // most fields of models

@@ -23,7 +23,7 @@ struct ElementBox {
   static ElementBox flat(ElementRange elements, int64_t numel) { return {{0, 1}, elements, numel}; }
 
   int64_t numel() const { return rows.size() * columns.size(); }
-  // Whether it is a part of a tensor of `tensor_numel` elements.
+  // True if it is a part of a tensor of `tensor_numel` elements.
   bool lies_in(int64_t tensor_numel) const {
     const bool in_rows = 0 <= columns.begin && columns.begin <= columns.end && columns.end <= row_length;
     if (!in_rows || rows.begin < 0 || rows.begin > rows.end) return false;
@@ -39,7 +39,7 @@ struct ElementBox {
     const int64_t begin = (rows.begin + index) * row_length + columns.begin;
     return {begin, begin + (is_one_run() ? numel() : columns.size())};
   }
-  // Where in the box, row by row, the tensor's element `element` lies.
+  // The place in the box, row by row, of the tensor's element `element`.
   int64_t place_of(int64_t element) const {
     if (is_one_run()) return element - run(0).begin;
     return (element / row_length - rows.begin) * columns.size() + element % row_length - columns.begin;

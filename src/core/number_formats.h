@@ -102,7 +102,7 @@ PARKA_HOST_DEVICE inline uint8_t encode_float8(float x) {
   constexpr uint32_t kBelowHalf = (1u << (Layout::kShift - 1)) - 1u;
   const uint32_t u = std::bit_cast<uint32_t>(x);
   const uint32_t clamped = smaller(u & ~kSignBit, Layout::kMaxBits);
-  // As in encode_bf16; the exponent field then moves to the other bias.
+  // Rounds like encode_bf16; the exponent field then moves to the other bias.
   const uint32_t rounded = (clamped + kBelowHalf + ((clamped >> Layout::kShift) & 1u)) >> Layout::kShift;
   const uint32_t normal = rounded - (Layout::kBiasDifference << kFormat.mantissa_bits);
   // The float32 adder rounds a subnormal: the sum has no bits below its last place.
@@ -144,9 +144,9 @@ PARKA_HOST_DEVICE inline float decode_float8(uint8_t bits) {
 PARKA_HOST_DEVICE inline Float8E4M3 encode_e4m3(float x) { return {detail::encode_float8<kE4M3Traits>(x)}; }
 PARKA_HOST_DEVICE inline Float8E5M2 encode_e5m2(float x) { return {detail::encode_float8<kE5M2Traits>(x)}; }
 
-// As encode_e4m3 and encode_e5m2, but rounds away from zero with probability equal to the discarded fraction.
-// Decided by the low 20 (E4M3) or 21 (E5M2) bits of `random`, for magnitudes below min_normal by the low 27: there
-// the fraction counts in whole 2^-27ths of min_subnormal.
+// Like encode_e4m3 and encode_e5m2, but rounds away from zero with probability equal to the discarded fraction.
+// The low 20 (E4M3) or 21 (E5M2) bits of `random` decide, for magnitudes below min_normal the low 27: there the
+// fraction counts in whole 2^-27ths of min_subnormal.
 PARKA_HOST_DEVICE inline Float8E4M3 encode_e4m3_stochastic(float x, uint32_t random) {
   return {detail::encode_float8_stochastic<kE4M3Traits>(x, random)};
 }

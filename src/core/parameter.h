@@ -28,7 +28,7 @@ enum class ParameterRole : uint8_t {
 enum class BaseFormat : uint8_t { kCompute, kFp8, kNf4, kFp4 };
 inline bool is_4bit(BaseFormat base) { return base == BaseFormat::kNf4 || base == BaseFormat::kFp4; }
 
-// What optimizer and checkpoint need to know about one parameter tensor. The model makes the table of all.
+// Describes one parameter tensor to optimizer and checkpoint. The model makes the table of all.
 struct ParameterInfo {
   std::string name;  // "blocks.3.qkv", stable across versions: checkpoints use it
   int64_t rows = 0;  // 1 for the weights of norms
@@ -43,7 +43,7 @@ struct ParameterInfo {
   int unit = 0;
   // Standard deviation of the normal distribution for its initial values; 0: initial_weight() says what they are.
   double initial_std = 0;
-  // Where its weight in the compute format is kept. In host memory masters and moments are there as well.
+  // The place of its weight in the compute format. If that is host memory, masters and moments are there as well.
   MemoryPlace place = MemoryPlace::kDevice;
   // false: frozen. Nothing updates it, so it has no gradient, no master and no moments.
   bool trainable = true;
@@ -53,7 +53,7 @@ struct ParameterInfo {
 
   int64_t numel() const { return rows * cols; }
   bool is_coded() const { return base != BaseFormat::kCompute; }
-  // Whether it is the weight of a linear layer in a block, of the decoder or of a tower.
+  // True for the weight of a linear layer in a block, of the decoder or of a tower.
   bool is_of_block() const { return role == ParameterRole::kLinear || role == ParameterRole::kTowerLinear; }
 };
 
@@ -86,7 +86,7 @@ inline bool has_two_factors(Downsampling kind) {
   return kind == Downsampling::kLora || kind == Downsampling::kAdapter;
 }
 
-// What is done with the side network's output u, of width d, and the frozen model's n.
+// The way to join the side network's output u, of width d, and the frozen model's n.
 enum class SideMix : uint8_t {
   kAdditive,  // n + u, where the weight that makes u begins at 0
   kPaper,     // a n + (1 - a) u, where the scalar a is learnt and begins at 1
@@ -109,10 +109,10 @@ struct SideRules {
 inline constexpr const char* kSide = "side.";
 
 inline bool is_of_side(const ParameterInfo& p) { return p.name.starts_with(kSide); }
-// Whether it is no weight of a model by itself, but beside it.
+// True if it is no weight of a model by itself, but of an adapter or a side network beside it.
 inline bool is_added(const ParameterInfo& p) { return is_adapter(p) || is_of_side(p); }
 
-// What training does to parameters, by their names. Patterns are those of a shell: *, ? and [...]; * includes dots.
+// Rules of training for parameters, by their names. Patterns are those of a shell: *, ? and [...]; * includes dots.
 struct ParameterRules {
   std::vector<std::string> frozen = {};  // patterns of parameters that are frozen
   std::vector<std::string> lr_patterns =

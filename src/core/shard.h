@@ -20,7 +20,7 @@ struct Shard {
   int64_t piece(int64_t numel) const {
     return size == 1 ? numel : ceil_div(ceil_div(numel, kGroup), size) * kGroup;
   }
-  // Of all pieces together.
+  // The size of all pieces together.
   int64_t padded(int64_t numel) const { return size * piece(numel); }
   // The elements that exist of a rank's piece; none, on the last ranks, of a small tensor.
   ElementRange range(int64_t numel, int64_t of_rank) const {
@@ -43,7 +43,7 @@ struct Shard {
   bool operator==(const Shard&) const = default;
 };
 
-// What ZeRO divides over the ranks of a run; each rank holds the rest whole.
+// ZeRO divides these over the ranks of a run; each rank holds the rest whole.
 struct Zero {
   int64_t stage = 0;  // 0: nothing; 1: masters and moments; 2: and gradients; 3: and weights
   Shard shard = {};   // of one rank at stage 0

@@ -24,7 +24,7 @@ void upload(Device& device, std::span<const T> values, const TensorView& target,
   device.copy_to_device(target.as<T>() + first, values.data(), static_cast<int64_t>(values.size_bytes()));
 }
 
-// What `convert` makes of each value.
+// Applies `convert` to each value.
 template <typename Convert>
 void upload_each(Device& device, std::span<const float> values, const TensorView& target, int64_t first,
                  const Convert& convert) {
@@ -133,7 +133,7 @@ MemoryPlace Optimizer::state_place(const ParameterInfo& parameter) const {
   return config_.offload && !is_vector ? MemoryPlace::kHost : MemoryPlace::kDevice;
 }
 
-// As large as the largest part of a parameter takes.
+// The buffers are as large as the largest part of a parameter.
 void Optimizer::declare_stream_buffers(MemoryPlan& plan) {
   int64_t most = 0;
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -415,7 +415,7 @@ void Optimizer::step_unit(Device& device, const Update& update, int unit, const 
   update_parameters(device, update, updated, before_update);
 }
 
-// What is not finite stays in the sum, and so keeps all later units from being updated.
+// A number that is not finite stays in the sum, and so keeps all later units from being updated.
 void Optimizer::find_unit_coefficient(Device& device, int64_t step, size_t begin, size_t end,
                                       const SumOverRanks& sums) {
   std::vector<TensorView> own;

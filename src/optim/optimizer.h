@@ -31,7 +31,7 @@ struct NamedTensor {
   size_t parameter = 0;             // whose update changes it
 };
 
-// What came of one optimizer step.
+// The result of one optimizer step.
 struct StepResult {
   double loss;          // Optimizer::loss() at the step
   double grad_norm;     // global L2 norm before clipping; NaN or Inf if a gradient is
@@ -60,7 +60,7 @@ class PendingStep {
 };
 
 // AdamW over the parameter tensors that are trained: owns masters and moments, and the gradients' accumulators.
-// Where ZeRO divides states over ranks it updates this rank's piece of each tensor, and where it divides gradients
+// If ZeRO divides states over ranks, it updates this rank's piece of each tensor, and if it divides gradients
 // it keeps this rank's pieces of the accumulators, and buffers for the whole gradients of the units that backward
 // is at. With config.release_gradients there are these buffers alone. Order of use: construct, plan.finish(), make
 // an Arena, bind(), set_weight() of each parameter or restore the weights and state() from a checkpoint; then any
@@ -93,10 +93,10 @@ class Optimizer {
   // The exact master values of own_range(i) as fp32; of a frozen parameter its weights.
   std::vector<float> master_weight(Device& device, size_t i) const;
 
-  // Where the model accumulates gradients, in the order of the parameters, [rows, cols] each; empty for frozen
-  // ones. With divided gradients, and where they are released, these are buffers for those of one micro-batch.
+  // The model accumulates gradients in these, in the order of the parameters, [rows, cols] each; empty for frozen
+  // ones. If gradients are divided or released, these are buffers for one micro-batch.
   const std::vector<TensorView>& gradients() const { return gradients_; }
-  // Whether units share them (core/memory/unit_buffers.h).
+  // True if units share them (core/memory/unit_buffers.h).
   bool shares_gradient_buffers() const { return releases_gradients() || zero_.shards_gradients(); }
   bool releases_gradients() const { return config_.release_gradients; }
 
@@ -149,7 +149,7 @@ class Optimizer {
   // that of a unit before it is not finite. `before_update` is told of each parameter of the unit.
   void step_unit(Device& device, const Update& update, int unit, const SumOverRanks& sums,
                  const std::function<void(size_t parameter)>& before_update);
-  // After the last unit. Of a step that was not applied, units before the culprit's were updated.
+  // Call after the last unit. If a gradient was not finite, the units updated before it stay updated.
   PendingStep end_step(Device& device);
   // The global norm of the newest step, which gives the coefficient of the next: 0, which clips nothing, of a run
   // without a step.
@@ -194,7 +194,7 @@ class Optimizer {
   // else those of adapters and side networks, which are small and many, together.
   void update_parameters(Device& device, const Update& update, const std::vector<size_t>& indices,
                          const std::function<void(size_t parameter)>& before_update);
-  // That of elements `first` and following of this rank's of parameter i, whose state is `part`.
+  // The step of this rank's elements `first` and following of parameter i, whose state is `part`.
   AdamwStep step_of(const Update& update, size_t i, int64_t first, const ParameterState& part) const;
   size_t buffer_of(const ParameterInfo& parameter) const {
     return gradient_buffer_of(parameter, releases_gradients() && is_alone_ ? 1 : 2);
@@ -229,7 +229,7 @@ class Optimizer {
   std::vector<size_t> update_order_;     // parameters that this rank updates, none of them frozen
   std::unique_ptr<StateStream> stream_;  // null where nothing is in host memory
   // fp32: the sum of squares of each gradient (0 of frozen parameters), then that of all, the loss and the clipping
-  // coefficient. Where gradients are released there follow the squares of the step before, this rank's loss, and
+  // coefficient. If gradients are released, there follow the squares of the step before, this rank's loss, and
   // those of a unit.
   TensorView scalars_;
   TensorView squares_, total_squares_, loss_, clip_coefficient_;  // parts of scalars_

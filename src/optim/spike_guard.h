@@ -17,7 +17,7 @@ class SpikeGuard {
     double loss;  // mean, in nats per token
     double grad_norm;
   };
-  // What the next step must not exceed: infinity until half a window of steps, two at least, has been added.
+  // The limits of the next step: infinity until half a window of steps, two at least, has been added.
   Step limits() const;
   // A step that was done or skipped. One that is not finite says nothing of the others and is left out.
   void add(const Step& step);

@@ -101,7 +101,7 @@ void StateStream::load_ahead() {
   while (loaded_.size() < slots_.size() && next_ < order_.size()) load(order_[next_++]);
 }
 
-// What was loaded ahead in vain is loaded again when its turn comes.
+// A part that was loaded ahead in vain is loaded again when its turn comes.
 StateStream::Loaded StateStream::take(size_t part) {
   if (loaded_.empty() || loaded_.front().part != part) {
     loaded_.clear();

@@ -12,7 +12,8 @@
 
 namespace parka {
 
-// What the update of a parameter reads and writes beside its gradient; flat, of all or some of its elements.
+// The state that the update of a parameter reads and writes beside its gradient; flat, of all or some of its
+// elements.
 struct ParameterState {
   TensorView weight;
   TensorView master;  // empty where the master form needs none
@@ -32,7 +33,7 @@ class StateStream {
   // Elements of a part: enough that a copy takes much longer than it takes to start.
   static constexpr int64_t kPartElements = int64_t{1} << 24;
 
-  // What the device's waits for copies are called where ops are timed.
+  // The names of the device's waits for copies where ops are timed.
   static constexpr const char *kLoadWait = "states from the host", *kSaveWait = "states to the host";
 
   // Bytes that tensors of a part take of a buffer, given the bytes of each.
@@ -49,7 +50,7 @@ class StateStream {
   // in host memory.
   void begin(const std::vector<size_t>& order);
   // Calls `queue` for the parts of parameter i, one after another, to queue what updates elements `first` and
-  // following of it: `part` is on the device. What is queued may also read what the update has written. Parameters
+  // following of it: `part` is on the device. Queued work may also read what the update has written. Parameters
   // that come in another order than begin() was told are updated all the same, more slowly.
   using QueueUpdate = std::function<void(int64_t first, const ParameterState& part)>;
   void update(size_t i, const QueueUpdate& queue);

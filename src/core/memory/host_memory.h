@@ -6,12 +6,12 @@
 
 namespace parka {
 
-// Bytes of memory that this process can still use without harm to others. That is what the kernel calls available,
+// Bytes of memory that this process can still use without harm to others: what the kernel calls available,
 // or what the limit of its cgroup (v2) or of one above it leaves, whichever is least. nullopt if nothing of this
 // can be read. A virtual machine whose memory grows on use shows less than it can provide.
 std::optional<int64_t> available_host_bytes();
 
-// What runs leave of it to everything else on the host: no memory is pinned that would leave less.
+// Runs leave so much of it to everything else on the host: no memory is pinned that would leave less.
 inline constexpr int64_t kHostReserveBytes = int64_t{2} << 30;
 
 // The texts of a cgroup's memory.max, memory.current and memory.stat, empty if there are none.

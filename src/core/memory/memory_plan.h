@@ -18,7 +18,7 @@ struct TensorId {
 using PhaseMask = uint32_t;
 inline constexpr PhaseMask kAllPhases = ~PhaseMask{0};
 
-// Where a tensor lies: on the device, or in memory of its host that the device can access.
+// The memory of a tensor: on the device, or on its host where the device can access it.
 enum class MemoryPlace : uint8_t { kDevice, kHost };
 
 // All tensors that a run will hold on a device and beside it, declared before anything is allocated. The same

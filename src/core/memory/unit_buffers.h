@@ -8,9 +8,9 @@
 
 #include "core/parameter.h"
 
-// Where parameters and their gradients lie in memory: in which order, and which of the buffers that units share the
-// gradients of a unit lie in. What is gathered or reduced for one unit goes on while the next computes, so two
-// buffers, taken in turn, are enough.
+// The places of parameters and their gradients in memory: their order, and for each unit one of the gradient
+// buffers that units share. Gathering and reducing for one unit runs while the next computes, so two buffers, taken
+// in turn, are enough.
 namespace parka {
 
 // The order in which weights, and gradients, lie in memory: that of the table, but A of a unit's adapters first. So
@@ -24,14 +24,14 @@ inline std::vector<size_t> memory_order(const std::vector<ParameterInfo>& parame
   return order;
 }
 
-// Of gathered weights: of the current block and of the next one.
+// Buffers of gathered weights: for the current block and for the next one.
 inline constexpr int kGatherBuffers = 2;
 inline size_t gather_buffer_of(int unit) { return static_cast<size_t>(unit % kGatherBuffers); }
 
 // Whole gradients before they are reduced (stages 2 and 3), or weights are updated with them
-// (optimizer.release_gradients). That of a tied embedding is open from the head to the end of backward, beside
-// those of all other units: it has a buffer of its own. The others take as many `in_turn`: one where a rank without
-// others releases them, as nothing goes on with a unit's then while the next computes.
+// (optimizer.release_gradients). The gradient of a tied embedding is open from the head to the end of backward,
+// beside those of all other units: it has a buffer of its own. The others take as many `in_turn`: one where a rank
+// without others releases them, as nothing goes on with a unit's then while the next computes.
 inline constexpr size_t kGradientBuffers = 3;
 inline size_t gradient_buffer_of(const ParameterInfo& parameter, size_t in_turn = 2) {
   return parameter.role == ParameterRole::kTiedEmbedding ? 2 : static_cast<size_t>(parameter.unit) % in_turn;

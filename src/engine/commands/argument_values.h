@@ -7,8 +7,8 @@
 // Parsers of command-line values. Functions that name an option throw Error(kBadInput) for any other text.
 namespace parka {
 
-// A command line (without the program) with what is short for something else written out: `--optimizer.lr=1` and
-// `--optimizer.lr 1` as `--set optimizer.lr=1`, `help train` as `train --help`. What follows `--` stays.
+// A command line (without the program) with abbreviations written out: `--optimizer.lr=1` and `--optimizer.lr 1` as
+// `--set optimizer.lr=1`, `help train` as `train --help`. Everything after `--` stays.
 std::vector<std::string> expand_arguments(const std::vector<std::string>& arguments);
 
 // The whole text as a finite number; nullopt if it is not one.

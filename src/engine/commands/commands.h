@@ -101,7 +101,7 @@ struct ExportOptions {
   std::string family = {};
   // A Hugging Face folder whose tokenizer the export copies; empty: that of the imported model, if known.
   std::string like = {};
-  // Where the weights are that adapters were trained beside; empty: where the checkpoint names them.
+  // The weights that adapters were trained beside; empty: those that the checkpoint names.
   std::string base = {};
   // "5GB"; empty: as imported, or transformers' default.
   std::string shard_size = {};

@@ -22,7 +22,7 @@ namespace {
 
 constexpr int64_t kBytes = 256;  // ids of a tokenizer of bytes that are text
 
-// What ids mean.
+// Turns ids into text.
 class IdText {
  public:
   IdText(const std::string& token_file, const std::string& tokenizer) {
@@ -66,7 +66,7 @@ class IdText {
   }
 
  private:
-  // Of a token that is no text; else empty.
+  // The name of a token that is no text; else empty.
   std::string name_of_token(int32_t id) const {
     if (codec_ == nullptr) return fmt::format("{}", id);
     if (is_of_bytes_) return id < kBytes ? "" : fmt::format("<{}>", id);

@@ -12,11 +12,11 @@
 
 namespace parka {
 
-// Whether config.device asks for a GPU; `auto` does where there is one.
+// True if config.device asks for a GPU; `auto` does where there is one.
 bool wants_gpu(const Config& config);
 
-// How a command starts its ranks. Those that it starts itself are not started where their number does not go with
-// the config.
+// The options with which a command starts its ranks. It starts none itself if their number does not go with the
+// config.
 LaunchOptions launch_options(const std::string& config_path, const std::vector<std::string>& overrides,
                              const StartedRanks& started);
 
@@ -42,11 +42,11 @@ std::unique_ptr<Device> make_untuned_device(const Config& config, int gpu = 0);
 std::vector<GemmChoice> inference_gemms(const Config& config, const std::vector<std::string>& overrides,
                                         const Device& device);
 
-// Where device.gemm_tuning is auto: makes the GPU use the file for it that a run of the config would take, if there
-// is one. Returns `config` with what is used in its place: that file, or off.
+// If device.gemm_tuning is auto, makes the GPU use the file for it that a run of the config would take, if there
+// is one. Returns `config` with the value used in its place: that file, or off.
 Config use_found_tuning(const Config& config, const std::string& config_path, Device& device, int64_t num_ranks);
 
-// What a run of `config` has decided about its products.
+// The algorithms that a run of `config` uses for its GEMMs.
 struct DecidedGemms {
   std::string source = {};  // the file with the algorithms; empty: cuBLASLt's first choices
   std::string line = {};    // what the log says of it; empty: nothing

@@ -34,7 +34,7 @@ Config eval_config(const LoadedCheckpoint& checkpoint, const EvalOptions& option
   return config;
 }
 
-// Who has used other programs gives the names of tasks.
+// Users of other programs give the names of tasks.
 void check_tasks(const std::vector<std::string>& tasks) {
   for (const std::string& task : tasks) {
     if (task.find_first_of("./*") != std::string::npos || file_exists(task)) continue;
@@ -103,7 +103,7 @@ struct Evaluated {
 
 Evaluated evaluate(Device& device, InferenceRun& run, const EvaluationSuite& suite, const EvalOptions& options) {
   const std::unique_ptr<Communicator> alone = make_single_communicator();
-  // As many sequences at a time as training had; the loss does not depend on it beyond rounding.
+  // The number of sequences at a time is that of training; the loss does not depend on it beyond rounding.
   const BatchShape shape{run.config().training.micro_batch_size, run.config().data.sequence_length, false,
                          run.config().data.images_per_sequence};
   const auto loss_of = [&](const std::string& name, const TokenFiles& files) {

@@ -23,7 +23,7 @@ namespace {
 
 int64_t gpus_of_host(int64_t num_gpus) { return std::min<int64_t>(kGpusPerNode, num_gpus); }
 
-// Of the plan, for each GPU.
+// The limits of a plan, for each GPU.
 MemoryBytes limit_of(const PlanOptions& options, int64_t num_gpus) {
   const int64_t gpus = gpus_of_host(num_gpus);
   MemoryBytes limit;

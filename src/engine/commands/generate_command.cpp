@@ -42,7 +42,7 @@ std::vector<std::vector<int32_t>> prompts_of(const GenerateOptions& options, Tex
   return prompts;
 }
 
-// Of --image; nullopt where there is none.
+// The prompt of --image; nullopt if there is none.
 std::optional<ImagePrompt> image_prompt_of(const GenerateOptions& options, const LoadedCheckpoint& checkpoint,
                                            const Config& config, TextCodec* codec) {
   if (options.images.empty()) {
@@ -62,8 +62,8 @@ std::optional<ImagePrompt> image_prompt_of(const GenerateOptions& options, const
                            config.model.vision, *codec);
 }
 
-// What an imported model is made for, which is more than the length that its config.json proposes to train with; of
-// a run what it was trained on, and always what --set says.
+// The length that an imported model is made for, which is more than its config.json proposes to train with; for
+// a run the length it was trained on, and always what --set says.
 int64_t longest_context(const LoadedCheckpoint& checkpoint, const Config& config, const GenerateOptions& options) {
   const int64_t given = config.data.sequence_length;
   return is_overridden(options.overrides, "data.sequence_length") ? given : max_positions_of(checkpoint, given);

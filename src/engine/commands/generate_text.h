@@ -9,7 +9,7 @@
 #include "engine/evaluation/generator.h"
 #include "engine/text/text_codec.h"
 
-// What `parka generate` and its --chat share.
+// Code that `parka generate` and its --chat share.
 namespace parka {
 
 // --tokenizer, or the tokenizer that belongs to the checkpoint; nullopt if there is none.

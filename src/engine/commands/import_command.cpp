@@ -105,7 +105,7 @@ class Importer {
   }
   DType format_of_embedding() const { return targets_.at(static_cast<size_t>(table_.embedding)).entry.dtype; }
 
-  // What the files have to hold.
+  // The tensors that the files have to hold.
   std::vector<HuggingFaceTensor> stored_tensors() const {
     ModelConfig stored = model();
     stored.vocab_size = source_.num_stored_tokens;
@@ -255,8 +255,8 @@ class Importer {
     }
   }
 
-  // Of a parameter that the files do not have what a run would begin with. Of a table that has more rows than the
-  // files, the others: each is the mean of those.
+  // Writes the values with which a run would begin for a parameter that the files do not have, and the further rows
+  // of a table that has more than the files: each is the mean of theirs.
   void write_made_rows(const Target& target, OutputFile& file) const {
     std::vector<std::byte> bytes;
     const auto write = [&](std::span<const float> values) {
@@ -314,8 +314,8 @@ class Importer {
     return all_bf16 ? "bf16" : "fp32";
   }
 
-  // What evaluation, generation and the configs of runs need to know of it. Only what the model says, so that
-  // overrides can choose a recipe.
+  // The keys that evaluation, generation and the configs of runs need. Only those of the model, so that overrides
+  // can choose a recipe.
   ordered_json model_config() const {
     Config config;
     config.model = model();
@@ -345,7 +345,7 @@ class Importer {
             {kLayoutKey, complete ? encode_layout(source_.weights.layout) : json()}};
   }
 
-  // As LLaVA-1.5 is trained: a new projector alone at first, then with the language model.
+  // LLaVA-1.5 is trained like this: a new projector alone at first, then with the language model.
   json frozen() const {
     json patterns = {std::string(kVision) + "*"};
     if (source_.has_projector) return patterns;

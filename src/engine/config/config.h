@@ -13,7 +13,7 @@
 // The whole configuration of a run as one typed tree. Paths in it are relative to the current directory.
 namespace parka {
 
-// Whether tokens see what stands before them in their sequence, or in their document only.
+// Tokens see what stands before them in their sequence, or in their document only.
 enum class DocumentMode : uint8_t { kJoined, kSeparate };
 
 struct DataConfig {
@@ -151,7 +151,7 @@ struct TrainingConfig {
 
 enum class FinetuneMethod : uint8_t { kFull, kLora, kQst };
 
-// Whether the method, with qst also its way to read h, uses this key of FinetuneConfig.
+// True if the method, with qst also its way to read h, uses this key of FinetuneConfig.
 bool is_used_by(FinetuneMethod method, Downsampling downsample, std::string_view key);
 
 struct FinetuneConfig {
@@ -388,9 +388,9 @@ struct Config {
     shape.context_size = distributed.context_parallel;
     return shape;
   }
-  // Of so many ranks those that work on different sequences, rounded down.
+  // The number of ranks that work on different sequences, rounded down.
   int64_t data_parallel(int64_t num_ranks) const { return num_ranks / distributed.context_parallel; }
-  // Whether so many ranks have whole micro-batches of a step.
+  // True if so many ranks have whole micro-batches of a step.
   bool divides_batch(int64_t num_ranks) const {
     return num_ranks > 0 && num_ranks % distributed.context_parallel == 0 &&
            training.global_batch_size % data_parallel(num_ranks) == 0 &&
@@ -399,7 +399,7 @@ struct Config {
   int64_t micro_batches_per_step(int64_t num_ranks) const {
     return training.global_batch_size / data_parallel(num_ranks) / training.micro_batch_size;
   }
-  // What training does to the parameters of the model.
+  // The rules of training for the parameters of the model.
   ParameterRules parameter_rules() const;
 
   template <typename Visitor>

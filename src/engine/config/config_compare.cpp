@@ -75,7 +75,7 @@ Config canonical(const Config& config) {
     c.optimizer.exp_avg_format = defaults.optimizer.exp_avg_format;
     c.optimizer.exp_avg_sq_format = defaults.optimizer.exp_avg_sq_format;
   }
-  // As on several GPUs: one has nothing to divide.
+  // The value on several GPUs: one has nothing to divide.
   c.precision.weight_copies = kept_copies(c.precision, make_zero(c.distributed.zero_stage, 0, 2), c.finetune.base);
   c.precision.sampled_amax = Formats(c.precision).samples_gradient_amax;
   for (std::string& file : c.data.train) file = std::filesystem::path(file).filename().string();

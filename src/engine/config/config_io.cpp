@@ -23,7 +23,7 @@ using nlohmann::ordered_json;
 constexpr std::string_view kCommandLine = "command line";
 constexpr std::string_view kSchemaKey = "$schema";  // for editors
 
-// A key of earlier versions. What it did with this value is now done always, so a config may still say it.
+// A key of earlier versions. Its effect with this value is now always there, so a config may still say it.
 struct RemovedKey {
   std::string_view path;
   std::string_view value;  // as JSON
@@ -40,8 +40,8 @@ const RemovedKey* find_removed(std::string_view path) {
   return key == std::end(kRemovedKeys) ? nullptr : key;
 }
 
-// What to say about a key that does not exist: the nearest one that does, where being in another section counts
-// like one wrong letter; or what its section has, if nothing is near.
+// The message about a key that does not exist: the nearest one that does, where being in another section counts
+// like one wrong letter; or the keys of its section, if nothing is near.
 std::string unknown_key(const ConfigTable& table, const std::string& path) {
   const std::string parent(section_of(path));
   if (table.find(parent) != nullptr)

@@ -20,8 +20,8 @@ Config parse_config(const nlohmann::json& root, std::string_view source);
 
 // The same from a JSON file, or from the config.json of a folder. The file may hold // comments, and at its root
 // "$schema", which is for editors. With overrides of single keys: "optimizer.lr=1e-3", "data.train=[\"a\",\"b\"]".
-// A value is read as JSON; if it is not JSON, or the key holds text, it is a string. Of several overrides of one
-// key the last counts.
+// A value is read as JSON; if it is not JSON, or the key holds text, it is a string. The last of several overrides
+// of one key counts.
 Config load_config(const std::string& path, const std::vector<std::string>& overrides);
 
 // parse_config with overrides as above.

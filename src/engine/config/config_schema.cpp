@@ -18,7 +18,7 @@ std::vector<std::string> choice_names(const EnumField& field) {
   return names;
 }
 
-// What JSON Schema says about a field's type and limits; one overload per kind of field.
+// A field's type and limits in JSON Schema; one overload per kind of field.
 ordered_json constraints(const BooleanField&) { return {{"type", "boolean"}}; }
 ordered_json constraints(const IntegerField& field) {
   if (!field.choices.empty()) return {{"type", "integer"}, {"enum", field.choices}};

@@ -206,7 +206,7 @@ void check_size(const Config& c) {
   }
 }
 
-// What the rows of a rank's micro-batch are made of.
+// The product that gives the rows of a rank's micro-batch, in words.
 std::string_view micro_batch_rows(const Config& c) {
   if (c.distributed.context_parallel == 1) return "training.micro_batch_size * data.sequence_length";
   return "training.micro_batch_size * data.sequence_length / distributed.context_parallel";
@@ -469,8 +469,8 @@ void check_paths(const Config& c) {
   check_all("evaluation.tasks", c.evaluation.tasks);
 }
 
-// As a shell reads it: within double quotes a backslash takes the next letter's meaning, within single ones it has
-// none.
+// A shell reads it like this: within double quotes a backslash takes the next letter's meaning, within single ones
+// it has none.
 bool has_path_in_quotes(std::string_view command) {
   char open = 0;  // the quote that is
   for (size_t i = 0; i < command.size(); ++i) {

@@ -48,7 +48,7 @@ void check_distributed(const Config& c) {
         "distributed.shard_size = {} has no meaning with zero_stage = 0, which shards nothing; set it to 0",
         c.distributed.shard_size);
   }
-  // Of FP8 weights only the codes are gathered.
+  // Only the codes of FP8 weights are gathered.
   if (c.distributed.zero_stage == 3 && c.precision.has_fp8() && c.precision.eval == EvalNumerics::kBf16) {
     throw_bad_input(
         "distributed.zero_stage = 3 with FP8 GEMMs has no bf16 weights to evaluate with; use precision.eval = "

@@ -13,11 +13,11 @@ namespace parka {
 // not.
 class GivenConfig {
  public:
-  // Of a file's JSON.
+  // From a file's JSON.
   GivenConfig(nlohmann::json file, std::vector<std::string> overrides = {}, std::string source = "config");
   static GivenConfig read(const std::string& path, const std::vector<std::string>& overrides);
 
-  // As load_config() has it with more overrides. Throws Error(kBadInput) where these are not valid.
+  // The result of load_config() with more overrides. Throws Error(kBadInput) if these are not valid.
   Config with(const std::vector<std::string>& more) const;
 
  private:
@@ -26,11 +26,11 @@ class GivenConfig {
   std::string source_;
 };
 
-// What a config file gives, with overrides as load_config() takes them and nothing else, in the order of
+// The keys that a config file gives, with overrides as load_config() takes them and nothing else, in the order of
 // docs/config.md: written to a file, it is the same config. Comments are lost.
 nlohmann::ordered_json given_keys(const std::string& path, const std::vector<std::string>& overrides);
 
-// Whether one of the overrides gives this key.
+// True if one of the overrides gives this key.
 bool is_overridden(const std::vector<std::string>& overrides, const std::string& key);
 
 // Writes them to a file.

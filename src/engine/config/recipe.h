@@ -9,7 +9,7 @@ namespace parka {
 // optimizer.master and optimizer.gradient.
 void apply_recipe(Recipe recipe, Config& config);
 
-// Whether recipes set the key, of which `path` is the dotted name, to different values.
+// True if recipes set the key, of which `path` is the dotted name, to different values.
 bool depends_on_recipe(const std::string& path);
 
 }  // namespace parka

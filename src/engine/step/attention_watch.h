@@ -38,7 +38,7 @@ class AttentionWatch {
   int in_a_row_ = 0;  // reports that speak for a change
 };
 
-// Of a change after a step: the record of kind "warning", and the line for the terminal.
+// For a change after a step, the record of kind "warning", and the line for the terminal.
 nlohmann::ordered_json warning_record(const AttentionWatch::Change& change, int64_t step);
 std::string warning_line(const AttentionWatch::Change& change, int64_t step);
 

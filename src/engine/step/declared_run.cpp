@@ -54,8 +54,8 @@ Zero zero_of(const Config& config, int64_t rank, int64_t size) {
 
 namespace {
 
-// What Communicator::all_gather_columns() may need of the exchange buffer: the transposed codes of the largest
-// weight that is gathered so. Where most weights are frozen, their gradients need less.
+// Bytes of the exchange buffer that Communicator::all_gather_columns() may need: the transposed codes of the
+// largest weight that is gathered so. If most weights are frozen, their gradients need less.
 int64_t gathered_code_bytes(const Model& model) {
   int64_t largest = 0;
   for (const ParameterInfo& p : model.parameters().all) {
@@ -90,7 +90,7 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
                                      ceil_div(gathered_code_bytes(model), size_of(config.optimizer.gradient)));
     exchange_buffer = plan.add("gradient buckets", "exchange_buffer", config.optimizer.gradient, {largest});
   }
-  // As TokenFiles::targets_vary() has it.
+  // The same condition as in TokenFiles::targets_vary().
   if (config.data.loss_mask || config.data.documents == DocumentMode::kSeparate || config.model.vision.exists()) {
     target_share = plan.add("batch", "target_share", DType::kF32, {1});
   }

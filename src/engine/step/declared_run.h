@@ -13,12 +13,12 @@
 
 namespace parka {
 
-// What a rank of a run of `size` holds. Throws Error(kBadInput) where distributed.shard_size or context_parallel,
+// The share of a rank of a run of `size`. Throws Error(kBadInput) where distributed.shard_size or context_parallel,
 // or released gradients do not go with that number of ranks.
 Zero zero_of(const Config& config, int64_t rank, int64_t size);
 
-// Model and optimizer of a config with all their tensors declared; nothing is allocated. What `parka plan` prints
-// and what a run allocates come from the same declarations.
+// Model and optimizer of a config with all their tensors declared; nothing is allocated. The output of `parka plan`
+// and the memory of a run come from the same declarations.
 struct DeclaredRun {
   // With the workspace that the ops of the run take, which recording them tells (recorded_step.h).
   DeclaredRun(const Config& config, DeviceKind device, const Zero& zero = {});

@@ -27,7 +27,7 @@ uint64_t hash_at(const void* table, size_t slot) {
   return hash;
 }
 
-// What a rank says of a check, and what it has heard of another.
+// A rank's result of a check, and the one that it has heard from another.
 struct Statement {
   std::string where;
   std::vector<uint64_t> hashes;

@@ -20,7 +20,7 @@ namespace parka {
 // host, GPU and tensor.
 class IntegrityChecks {
  public:
-  // What is hashed; each has its own table.
+  // The kinds of memory that are hashed; each has its own table.
   enum class Table : uint8_t {
     kFirstGradients,  // of the micro-batch that is computed twice, and its loss
     kSecondGradients,

@@ -11,10 +11,10 @@
 #include "kernels/device/recording_device.h"
 #include "kernels/ops/gemm/gemm.h"
 
-// What a run would queue, without a GPU: the step itself, on a device and a communicator that record.
+// The step that a run would queue, without a GPU, on a device and a communicator that record.
 namespace parka {
 
-// What a rank queues in a step of training, in its order.
+// The work that a rank queues in a step of training, in its order.
 struct RecordedStep {
   using Work = std::variant<RecordedOp, RecordedFill, RecordedTransfer, RecordedCollective, RecordedWait>;
   struct Part {
@@ -26,8 +26,8 @@ struct RecordedStep {
   std::vector<Part> parts;
 };
 
-// Of rank 0 of `num_gpus`, whose number must divide the batch of `config` into whole micro-batches. Of
-// ops with these names all are one kernel (Device::fuses()).
+// Records rank 0 of `num_gpus`, whose number must divide the batch of `config` into whole micro-batches. All ops
+// with these names are one kernel (Device::fuses()).
 RecordedStep record_step(const Config& config, int64_t num_gpus, const std::set<std::string>& one_kernel = {});
 
 // A matrix product of a step. Its tensors have addresses without memory, which are aligned as those of a run.

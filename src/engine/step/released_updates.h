@@ -32,7 +32,7 @@ class ReleasedUpdates final : public UnitHooks {
   void set_update(Arguments arguments) { arguments_ = std::move(arguments); }
   // The next micro-batch leaves the update to the one behind it, by which it is computed again.
   void hold_update() { is_held_ = true; }
-  // As ParameterExchange::on_gradient().
+  // The same as ParameterExchange::on_gradient().
   void on_gradient(std::function<void(int parameter)> called) { gradient_complete_ = std::move(called); }
 
   void before_forward(Device& device, int unit) override;

@@ -9,7 +9,7 @@ namespace parka {
 // The ranks of Peers::kContext as the model's attention sees them. The communicator must outlive it.
 class SequenceExchange final : public ContextExchange {
  public:
-  // What the device is said to wait for (Device::time_wait).
+  // The name of the device's waits (Device::time_wait).
   static constexpr const char* kWait = "exchanged sequences";
 
   explicit SequenceExchange(Communicator& communicator) : communicator_(communicator) {}

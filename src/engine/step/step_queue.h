@@ -26,7 +26,7 @@ class StepQueue {
   StepQueue& operator=(const StepQueue&) = delete;
 
   void begin_step();
-  // Whether steps differ in their number of targets. Its inverse is then not a constant of what a device records,
+  // True if steps differ in their number of targets. Its inverse is then not a constant of what a device records,
   // but in set_target_share()'s tensor.
   bool targets_vary() const { return declared_.target_share.valid(); }
   void set_target_share(float share);
@@ -34,8 +34,8 @@ class StepQueue {
   // Forward and backward of a micro-batch; with telemetry of the first one of a step.
   void micro_batch(const Model::Batch& batch, const Model::LossOptions& options,
                    const ParameterExchange::Place& place, bool with_telemetry = false);
-  // Whether the gradients of such a micro-batch are not all there behind it, as ranks divide them or their memory
-  // is used again: who looks at them must do so on_gradient().
+  // True if the gradients of such a micro-batch are not all there after it, because ranks divide them or their
+  // memory is used again: then they can only be read in on_gradient().
   bool takes_gradients(const ParameterExchange::Place& place) const;
   // See ParameterExchange::on_gradient(); for where takes_gradients() says so.
   void on_gradient(const std::function<void(int parameter)>& called);
@@ -50,7 +50,7 @@ class StepQueue {
   void hold_update() {
     if (released_) released_->hold_update();
   }
-  // What came of it.
+  // Returns the result of the update.
   PendingStep end_update() { return declared_.optimizer.end_step(device_); }
   // Brings up to date what is made from this rank's weights, after an update, which finds their maxima...
   void weights_stepped();

@@ -19,7 +19,8 @@ using nlohmann::ordered_json;
 
 constexpr double kNoNumber = std::numeric_limits<double>::quiet_NaN();  // null in a record
 
-// As a record should show it: more digits would be noise and only make lines long. What is not finite becomes null.
+// Rounds a number for a record: more digits would be noise and only make lines long. Numbers that are not finite
+// become null.
 double rounded(double x) { return std::isfinite(x) ? std::stod(fmt::format("{:.5g}", x)) : x; }
 
 // One tensor of all blocks, with nulls for those that have none: gradients where no block below is trained.

@@ -17,7 +17,7 @@
 
 namespace parka {
 
-// What quantization and attention did in one step. docs/telemetry.md says what the numbers tell.
+// Statistics of quantization and attention in one step. docs/telemetry.md says what the numbers tell.
 struct TelemetryReport {
   struct Moment {
     std::array<int32_t, kNumMomentExponents> counts;  // as moment_statistics leaves them
