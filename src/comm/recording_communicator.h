@@ -28,8 +28,8 @@ struct RecordedWait {
   bool operator==(const RecordedWait&) const = default;
 };
 
-// A rank without the others. Collectives check their tensors and are told to a function; they move nothing. What
-// the other ranks say is what this one says.
+// A rank without the others. Collectives check their tensors and are told to a function; they move nothing. The
+// other ranks say the same as this one.
 class RecordingCommunicator final : public Communicator {
  public:
   // The functions are told of calls in their order; empty ones are not called.

@@ -6,8 +6,8 @@
 namespace parka {
 struct WaitTimes;
 
-// What ranks exchange between their hosts: messages from one rank to another, and agreement of all. Only one thread
-// may use it. If another rank cannot be reached, its functions throw Error(kRankLost).
+// The exchange of ranks between their hosts: messages from one rank to another, and agreement of all. Only one
+// thread may use it. If another rank cannot be reached, its functions throw Error(kRankLost).
 class Transport {
  public:
   virtual ~Transport() = default;

@@ -40,7 +40,7 @@ std::optional<PeerWindow> PeerWindow::open(ncclComm_t comm, void* memory, int64_
   check_nccl(ncclCommWindowRegister(comm, memory, static_cast<size_t>(bytes), &window, NCCL_WIN_COLL_SYMMETRIC),
              "window", comm);
   if (window == nullptr) return {};
-  // Where some GPUs cannot access each other, the window is an NCCL structure in host memory.
+  // If some GPUs cannot access each other, the window is an NCCL structure in host memory.
   cudaPointerAttributes attributes{};
   check(cudaPointerGetAttributes(&attributes, window), "window");
   if (attributes.type == cudaMemoryTypeUnregistered) {
@@ -68,8 +68,8 @@ PeerWindow::PeerWindow(ncclComm_t comm, void* window, void* memory, std::byte* s
 
 void PeerWindow::close() { ncclCommWindowDeregister(comm_, static_cast<ncclWindow_t>(window_)); }
 
-// A barrier on the stream: each rank writes its number of meetings to every other rank, and waits until it has
-// received the same number from all others. What was queued before is visible to all ranks afterwards.
+// A barrier on the stream: each rank writes its number of barriers to every other rank, and waits until it has
+// received the same number from all others. Work that was queued before is visible to all ranks afterwards.
 void PeerWindow::meet(cudaStream_t stream) {
   static const auto batch_mem_op = driver_function<decltype(&cuStreamBatchMemOp)>("cuStreamBatchMemOp");
   ++meetings_;

@@ -68,7 +68,7 @@ int listen_over_ipv6(const in6_addr& from, int port) {
   return listen_on(address);
 }
 
-// What a name or numeric address stands for, or why it stands for nothing.
+// The addresses of a name or numeric address, or why it has none.
 struct Addresses {
   std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> first = {nullptr, ::freeaddrinfo};
   std::string error;  // empty: none
@@ -176,7 +176,7 @@ bool LineSocket::has_ended() const {
 }
 
 Listener::Listener(Reach reach, int port) {
-  // Where there is no IPv6, as in many containers, or no IPv4, the other one does.
+  // Without IPv6, as in many containers, or without IPv4, the other one does.
   if (reach == Reach::kNetwork) {
     fd_ = listen_over_ipv6(in6addr_any, port);
     if (fd_ < 0) fd_ = listen_over_ipv4(INADDR_ANY, port);

@@ -24,7 +24,7 @@ class LineSocket {
   void flush();
   // The complete lines that have arrived, including those sent before the other side closed.
   std::vector<std::string> receive();
-  // Whether the other side has closed after all that was received. Takes nothing out of the connection.
+  // True if the other side has closed after all that was received. Takes nothing out of the connection.
   bool has_ended() const;
   // Closes the sending direction; receive() still works.
   void end_sending();
@@ -67,7 +67,7 @@ std::string peer_of(int fd);
 // The numeric addresses of all network interfaces of this host except the loopback.
 std::vector<std::string> own_addresses();
 
-// What came of an attempt to connect.
+// The result of an attempt to connect.
 struct Connection {
   enum class Failure { kNone, kUnknownName, kRefused, kOther };
   std::unique_ptr<LineSocket> socket;  // nullptr if it failed

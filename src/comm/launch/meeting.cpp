@@ -40,7 +40,7 @@ namespace {
 
 using Ranks = std::vector<std::unique_ptr<LineSocket>>;
 
-// What both sides prove that they know the secret by: it is never the same twice.
+// The text by which both sides prove that they know the secret: it is never the same twice.
 std::string exchange_text(const RankWord& word, int rank, const std::string& its_nonce, const std::string& nonce) {
   return fmt::format("{} {} {} {}", word.token, rank, its_nonce, nonce);
 }
@@ -64,7 +64,7 @@ class Reception {
       if (stranger.socket && stranger.socket->closed()) stranger.socket.reset();
     }
     std::erase_if(strangers_, [](const Stranger& stranger) { return !stranger.socket; });
-    // Who has ended since may be started again.
+    // A rank that has ended since may be started again.
     for (std::unique_ptr<LineSocket>& rank : ranks_) {
       if (rank && rank->has_ended()) rank.reset();
     }
@@ -83,7 +83,7 @@ class Reception {
     std::string proof = {};  // that it must give
   };
 
-  // Where the process can have no more connections, those who have said nothing for a while make room.
+  // If the process can have no more connections, those that have said nothing for a while make room.
   void let_in() {
     try {
       while (std::unique_ptr<LineSocket> socket = listener_.accept()) {
@@ -98,7 +98,7 @@ class Reception {
     }
   }
 
-  // Whether the stranger shall say more; otherwise it is gone, or one of the ranks.
+  // Returns true if the stranger shall say more; otherwise it is gone, or one of the ranks.
   bool hear(const std::string& line, Stranger& stranger) {
     if (stranger.proof.empty()) {
       std::istringstream in(line);
@@ -152,7 +152,7 @@ class Reception {
   bool is_full_ = false, told_of_second_ = false;
 };
 
-// What an answer that is no welcome says of who listens.
+// The meaning of an answer that is no welcome: who listens there.
 std::string meaning_of(const std::string& answer, int other) {
   if (answer == kNeedsSecret)
     return fmt::format("rank {} has a secret, and this one has not: set {}", other, kSecretFile);

@@ -25,12 +25,12 @@ struct RankWord {
 
 // Waits for the connections of ranks `first` to `size` - 1 to rank `first` - 1, which is this one. They begin with
 // "TOKEN RANK". If there is a secret a nonce follows. The answer to that is "prove NONCE PROOF", and the answer to
-// that a proof, too. Those who know the word are welcomed. A second process of a rank that is there is sent away,
-// and both say so. Element r is the connection of rank r; null for those that have not come within the limit.
+// that a proof, too. Ranks that know the word are welcomed. A second process of a rank that is there is sent away,
+// and both say so. Element r is the connection of rank r; null for ranks that have not come within the limit.
 std::vector<std::unique_ptr<LineSocket>> accept_ranks(const Listener& listener, const RankWord& word, int first,
                                                       int size, const WaitTimes& times);
 
-// Where a rank listens for others.
+// The address at which a rank listens for others.
 struct RankAddress {
   int rank = 0;
   std::vector<std::string> addresses;  // of its host: names or numbers
@@ -46,7 +46,7 @@ Connection connect_to_rank(const RankAddress& to, int rank, const WaitTimes& tim
 // "1 2 3", of the ranks that have no connection; of many the first ones.
 std::string missing_ranks(const std::vector<std::unique_ptr<LineSocket>>& ranks, int first);
 
-// Of this host, for ranks on it.
+// The addresses of this host for ranks on it.
 std::vector<std::string> loopback_addresses();
 // By which ranks elsewhere reach a port that can be reached from there: "a b c".
 std::string addresses_of(Reach reach);

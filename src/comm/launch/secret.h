@@ -14,7 +14,7 @@ std::string read_secret(const std::string& path);
 
 // A random word that no other exchange has.
 std::string random_nonce();
-// What only who has the secret can say of `text`, and of which the secret cannot be told.
+// A proof that only the owner of the secret can make of `text`, and that does not tell the secret.
 std::string proof_of(const std::string& secret, const std::string& text);
 // Takes as long for proofs that are almost right.
 bool is_proof(const std::string& given, const std::string& expected);

@@ -77,7 +77,7 @@ class TcpTransport final : public Transport {
     throw Error(ExitCode::kRankLost, fmt::format("the connection to rank {} is lost: {}", rank, reason));
   }
 
-  // Those from which something is awaited, with their addresses.
+  // The ranks from which something is awaited, with their addresses.
   std::string awaited() const;
 
   int rank_;

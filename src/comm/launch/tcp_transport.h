@@ -10,7 +10,7 @@
 
 namespace parka {
 
-// Where the ranks of a run meet.
+// The address where the ranks of a run meet (rendezvous).
 struct MeetingPlace {
   Reach reach = Reach::kNetwork;       // kThisHost: all ranks are here, and rank 0 listens since before they were
   std::vector<std::string> addresses;  // of rank 0's host: names or numbers

@@ -54,7 +54,7 @@ class WatchThread {
     std::string message;
   };
 
-  // What the training thread or its collectives have requested since the last call.
+  // The requests of the training thread or its collectives since the last call.
   struct Requests {
     bool stop = false, leave = false;
     std::optional<Failure> failure;  // reported once

@@ -16,7 +16,7 @@ using nlohmann::json;
 
 const std::string kPiecesKey = "parka_pieces";
 
-// What one file's metadata says of its pieces.
+// The pieces of one file, by its metadata.
 class PieceTable {
  public:
   explicit PieceTable(const CheckpointFile& file) : where_(file.path) {

@@ -182,7 +182,7 @@ std::string encode_manifest(const Manifest& manifest) {
   }
   body.resize(body.size() - std::string_view("\n}").size());  // the seal closes the object
   std::string content = body + seal(body);
-  // What cannot be read back must not take the place of what can: too deep, too long.
+  // Metadata that cannot be read back, too deep or too long, must not replace a good checkpoint.
   try {
     PARKA_REQUIRE(static_cast<int64_t>(content.size()) <= kMaxManifestBytes);
     parse_manifest(content, "new manifest");

@@ -10,7 +10,7 @@
 #include "core/error.h"
 #include "engine/checkpoint/checkpoint.h"
 
-// What a run folder looks like on disk, shared by the code that saves and the code that loads:
+// The layout of a run folder on disk, shared by the code that saves and the code that loads:
 //   step_00000100/            a complete checkpoint
 //     shard_0.safetensors     tensors, split at a size; rank_0003_shard_0.safetensors where several ranks saved
 //     manifest.json           everything else, and a checksum of every file, of itself too
@@ -41,7 +41,7 @@ std::string step_folder_path(const std::string& run_folder, int64_t step,
                              StepFolderKind kind = StepFolderKind::kComplete);
 // The run folder that a checkpoint lies in, by its name; empty if it is none of a run's.
 std::string run_folder_of(const std::string& checkpoint_path);
-// Whether something that is not a folder has the name `path`: a file, or a dangling link.
+// True if something that is not a folder has the name `path`: a file, or a dangling link.
 bool is_in_the_way(const std::string& path);
 // Renames `path` to <path>.refused, or .refused.2 and so on if that exists; returns the new name.
 std::string set_aside(const std::string& path);

@@ -27,7 +27,7 @@ class SaveMeeting {
   SaveMeeting(const SaveOptions& options, ObservedFiles& files, std::string folder, std::string final_path,
               std::string draft);
 
-  // Where the files of the checkpoint are written.
+  // The folder in which the files of the checkpoint are written.
   const std::string& attempt_path() const { return attempt_path_; }
 
   // Throws the error of a failed rank, if there is one, and Error(kIo) if rank 0 has given up the save.
@@ -40,7 +40,7 @@ class SaveMeeting {
   // Rank 0, after leave_failure(): gives the others time to read the error.
   void wait_until_others_left() noexcept;
 
-  // Of the other ranks.
+  // The part of the other ranks.
   void wait_until_open();
   // Returns when the checkpoint is complete and durable.
   void wait_until_complete();

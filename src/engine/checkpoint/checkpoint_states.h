@@ -15,7 +15,7 @@ class StateConversion {
  public:
   StateConversion(const LoadedCheckpoint& checkpoint, const Optimizer& optimizer);
 
-  // Whether run() sets this tensor of the checkpoint or of the optimizer, so that it cannot be taken as it is.
+  // True if run() sets this tensor of the checkpoint or of the optimizer, so that it cannot be taken as it is.
   bool covers(const std::string& tensor) const { return covered_.contains(tensor); }
 
   // Sets this rank's part of all of them. Throws Error(kBadInput) where the checkpoint lacks one, or has one that

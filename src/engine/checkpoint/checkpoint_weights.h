@@ -30,7 +30,7 @@ struct CheckpointAdapters {
 CheckpointAdapters lora_adapters(const Config& config);
 
 // The weights of a checkpoint as fp32 values, from any format and master form, with what adapters add to them.
-// Those that a run has coded are what the codes stand for.
+// Quantized weights are decoded.
 class CheckpointWeights {
  public:
   // Throws Error(kBadInput) unless the checkpoint has all of these parameters and adapters, in their shapes and as
@@ -56,7 +56,7 @@ class CheckpointWeights {
   bool is_coded(const ParameterInfo& parameter) const {
     return adapters_.base != BaseFormat::kCompute && parameter.role == ParameterRole::kLinear;
   }
-  // Of a coded weight; those of the last one are kept.
+  // The values of a quantized weight; those of the last one are kept.
   const std::vector<float>& read_coded(const ParameterInfo& parameter) const;
   void read_stored(const ParameterInfo& parameter, ElementRange range, WeightForm form,
                    const Callback& callback) const;

@@ -28,7 +28,7 @@ int64_t count(const LoadedCheckpoint& checkpoint, const json& object, const char
   return value.get<int64_t>();
 }
 
-// Whether file_differences() can compare with it.
+// True if file_differences() can compare with it.
 bool is_file(const json& file) {
   return file.is_object() && file.contains("name") && file.contains("bytes") && file.contains("fingerprint");
 }

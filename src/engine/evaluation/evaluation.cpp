@@ -24,7 +24,7 @@ std::vector<int32_t> next_token_targets(const std::vector<int32_t>& tokens, int6
 
 namespace {
 
-// As Model::Batch has it.
+// The memory of a Model::Batch.
 struct LossBatch {
   std::vector<int32_t> tokens, targets, first_keys;
   ImageBatch images;

@@ -31,9 +31,9 @@ void check_evaluation(const std::string& name, const EvaluationResult& result);
 // returns, an error of reading is thrown afterwards.
 using BeforeEvaluationBatch = std::function<void(const std::exception_ptr& read_failure)>;
 
-// Mean loss over `max_sequences` sequences spread evenly over `files` (0: all of them), `micro_batch` at a time. Of
-// several ranks, rank r takes every size-th micro-batch; groups of ranks that share sequences (Peers::kContext) do
-// so together.
+// Mean loss over `max_sequences` sequences spread evenly over `files` (0: all of them), `micro_batch` at a time.
+// With several ranks, rank r takes every size-th micro-batch; groups of ranks that share sequences
+// (Peers::kContext) do so together.
 EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& files, int64_t micro_batch,
                                int64_t max_sequences, Communicator& communicator,
                                const BeforeEvaluationBatch& before_each = {});

@@ -88,7 +88,7 @@ class Generation {
     return model_.prefill(device_, s.slot, {s.tokens.end() - count, s.tokens.end()}, images);
   }
 
-  // Of the rows of the prompt's images, in a sequence without its first tokens.
+  // The positions of the rows of the prompt's images, in a sequence without its first tokens.
   std::vector<int32_t> image_positions(int64_t without) const {
     std::vector<int32_t> positions;
     if (options_.images == nullptr) return positions;
@@ -100,7 +100,7 @@ class Generation {
     return positions;
   }
 
-  // Whether the sequence goes on after this token; its slot is free if not.
+  // Returns true if the sequence continues after this token; its slot is free if not.
   bool draw(Sequence& s, const std::vector<float>& logits) {
     Continuation& continuation = result_[s.prompt];
     const int32_t token = sample_token(logits, options_.sampling, s.prompt, continuation.tokens.size());

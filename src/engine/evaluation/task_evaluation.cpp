@@ -139,7 +139,7 @@ std::vector<double> score(Device& device, Model& model, const EvalTask& task, co
   const int64_t ranks = communicator.size();
   std::string own_scores;
   for (int64_t round = 0; round < ceil_div(count, ranks); ++round) {
-    // As in evaluate_loss: a rank without a batch does the last one again, and does not count it.
+    // A rank without a batch does the last one again, and does not count it, as in evaluate_loss().
     const int64_t own = round * ranks + communicator.rank(), index = std::min(own, count - 1);
     const QueryBatch& batch = batches[index];
     const int64_t most = most_images(queries, batch.queries);

@@ -34,7 +34,7 @@ GemmTuningFile parse_gemm_tuning(std::string_view text, const std::string& sourc
     file.gpu = json.at("gpu").get<std::string>();
     file.library = json.at("cublaslt").get<std::string>();
     for (const nlohmann::json& gemm : json.at("gemms")) {
-      // Of files of earlier versions: what a product and its reader were as one kernel, or as two.
+      // Files of earlier versions say whether a GEMM and its reader were one kernel, or two.
       if (gemm.at("algorithm") == "one kernel" || gemm.at("algorithm") == "two kernels") continue;
       file.choices.push_back({gemm.at("gemm").get<std::string>(), gemm.at("algorithm").get<std::string>(),
                               gemm.at("microseconds").get<double>(),

@@ -7,7 +7,7 @@
 
 namespace parka {
 
-// What `parka tune` writes: the chosen algorithms, with the GPU and the library version that they are for.
+// The file of `parka tune`: the chosen algorithms, with the GPU and the library version that they are for.
 struct GemmTuningFile {
   std::string gpu, library;
   std::vector<GemmChoice> choices;

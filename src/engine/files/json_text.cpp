@@ -21,7 +21,7 @@ struct Position {
   std::string_view line_text;
 };
 
-// Where byte number `byte` (from 1) of the text stands.
+// The line and column of byte number `byte` (from 1) of the text.
 Position locate(std::string_view text, size_t byte) {
   const size_t offset = std::min(byte == 0 ? 0 : byte - 1, text.size());
   const std::string_view before = text.substr(0, offset);
@@ -34,7 +34,7 @@ Position locate(std::string_view text, size_t byte) {
   return {line, offset - begin + 1, line_text};
 }
 
-// What the library says went wrong, without its own prefix and position:
+// The library's reason of an error, without its own prefix and position:
 // "[json.exception.parse_error.101] parse error at line 1, column 2: syntax error while parsing ..."
 std::string_view reason_of(const json::exception& error) {
   std::string_view what = error.what();

@@ -16,8 +16,8 @@ enum class JsonComments : uint8_t { kAllowed, kRefused };
 nlohmann::json parse_json_text(std::string_view text, std::string_view source,
                                JsonComments comments = JsonComments::kAllowed);
 
-// The same of text that may be anything: what is no JSON by these rules comes back as json::value_t::discarded. Of
-// an outermost object the members in `left_out` are not kept.
+// The same for text that may be anything: text that is no JSON by these rules comes back as
+// json::value_t::discarded. The members in `left_out` of an outermost object are not kept.
 nlohmann::json parse_json_if_valid(std::string_view text, const std::set<std::string>& left_out = {});
 // With the members of objects in the order of the text.
 nlohmann::ordered_json parse_ordered_json_if_valid(std::string_view text);

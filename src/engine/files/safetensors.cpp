@@ -72,7 +72,7 @@ int64_t decode_length(ByteSpan start, int64_t file_bytes, std::string_view where
   return static_cast<int64_t>(length);
 }
 
-// What one header says of one tensor. The checks name the tensor, so they go through its `where`.
+// Reads the entry of one tensor in a header. The checks name the tensor, so they go through its `where`.
 class EntryParser {
  public:
   EntryParser(const std::string& name, const json& value, std::string_view file)

@@ -90,7 +90,7 @@ SafetensorsHeader read_safetensors_header(const FileReader& read, int64_t file_b
 int64_t num_bytes_of(DType dtype, const std::vector<int64_t>& shape);
 // Elements of a dense tensor whose bytes can be counted.
 int64_t num_elements_of(const std::vector<int64_t>& shape);
-// Whether `bytes` are not all of the tensor.
+// True if `bytes` are not all of the tensor.
 bool is_partial(const HostTensor& tensor);
 
 }  // namespace parka

@@ -32,7 +32,7 @@ std::string in_file_name(std::string text) {
   return text;
 }
 
-// Those that cuBLASLt gets and the file has no algorithm for.
+// Counts the GEMMs that cuBLASLt gets and the file has no algorithm for.
 int64_t count_missing(const GemmTuningFile& file, const std::vector<RecordedProduct>& products) {
   std::set<std::string> there;
   for (const GemmChoice& choice : file.choices) there.insert(choice.gemm);
@@ -138,7 +138,7 @@ class Decision {
     return gemms;
   }
 
-  // As a run does that has used no algorithms on this GPU.
+  // The choice of a run that has used no algorithms on this GPU.
   RunGemms begin() const {
     const std::string found = find_tuning(options_.tuning_folders, device_, products_, options_.warn);
     if (!found.empty()) return keep(read_text(found, kLargestFile), fmt::format("those of {}", found));

@@ -17,14 +17,15 @@ namespace parka {
 // worth it: steps get 1 to 2 % faster by it (docs/results/speed.md).
 inline constexpr double kRunTuningSeconds = 90, kWorthTuningSeconds = 7200;
 
-// Where files of `parka tune` lie that a run takes by itself: tuning/ beside the config, and in Parka's configs/.
+// The folders of files of `parka tune` that a run takes by itself: tuning/ beside the config, and in Parka's
+// configs/.
 std::vector<std::string> tuning_folders(const std::string& config_path);
 
 // The file of a run's folder that keeps what it uses on this GPU with this library.
 std::string kept_tuning_path(const std::string& run_folder, const Device& device);
 
-// A file of `folders` that is for the device and has an algorithm for every product that cuBLASLt gets; empty:
-// there is none. What cannot be read is told to `warn` and passed over.
+// A file of `folders` that is for the device and has an algorithm for every GEMM that cuBLASLt gets; empty:
+// there is none. Files that cannot be read are told to `warn` and passed over.
 std::string find_tuning(const std::vector<std::string>& folders, const Device& device,
                         const std::vector<RecordedProduct>& products,
                         const std::function<void(const std::string&)>& warn);

@@ -3,11 +3,11 @@
 
 namespace parka {
 
-// Of a model without tokenizer that was trained on bytes (scripts/prepare_data.py --tokenizer bytes): ids 0 to 255
+// For a model without tokenizer that was trained on bytes (scripts/prepare_data.py --tokenizer bytes): ids 0 to 255
 // are bytes, 256 ends a document, and no other id belongs to a text.
 class ByteCodec : public TextCodec {
  public:
-  // Whether a vocabulary of this size is likely one of bytes.
+  // True if a vocabulary of this size is likely one of bytes.
   static bool fits(int64_t vocab_size);
 
   explicit ByteCodec(int64_t vocab_size);  // that fits

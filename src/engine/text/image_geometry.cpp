@@ -25,7 +25,7 @@ json member(const json& object, const char* name) {
   return object.is_object() && object.contains(name) ? object.at(name) : json();
 }
 
-// Where they are numbers, and others than the model's.
+// True if they are numbers, and others than the model's.
 bool differ(const json& of_data, const std::vector<double>& of_model) {
   constexpr double kRoundingError = 1e-6;
   if (!of_data.is_array() || of_data.size() != of_model.size()) return false;
@@ -67,7 +67,7 @@ fs::path processor_beside(const std::vector<std::string>& sources) {
   return {};
 }
 
-// Of a file whose data.json says `images`; `own` is the geometry of the model.
+// Warns about a file whose data.json says `images`; `own` is the geometry of the model.
 void warn_of_pictures(const std::string& file, const json& images, const std::string& own,
                       const TowerConfig& tower) {
   if (member(images, "count") == 0) return;  // conversations without pictures
@@ -97,7 +97,7 @@ std::map<std::string, std::string> processor_of_data(const Config& config,
   if (!made || (of_model && geometry_in(*of_model) == made)) return {};
   const std::string path = (beside / kPreprocessorName).string();
   json processor = read_processor(path);
-  // Those of the script's --tower are in no pixel kept; the weights have learned from the run's.
+  // Mean and deviation of the script's --tower are in no saved pixel; the weights have learned from the run's.
   processor["image_mean"] = config.model.vision.tower.pixel_mean;
   processor["image_std"] = config.model.vision.tower.pixel_deviation;
   std::map<std::string, std::string> files = {{kPreprocessorName, processor.dump(2) + "\n"}};

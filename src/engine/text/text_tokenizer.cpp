@@ -23,7 +23,7 @@ TextTokenizer::TextTokenizer(const std::string& folder, Use use)
 std::vector<int32_t> TextTokenizer::encode(const std::string& text) {
   auto ids = helper_.ask({{"encode", text}}).at("ids").get<std::vector<int32_t>>();
   if (!ids.empty()) return ids;
-  // Where no token begins documents, the one that ends them comes before the next.
+  // If no token begins documents, the one that ends them comes before the next.
   if (stop_tokens_.size() == 1) return stop_tokens_;
   throw_bad_input("the prompt is empty and the tokenizer has no token to begin with; give --prompt");
 }

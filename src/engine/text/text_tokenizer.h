@@ -16,7 +16,7 @@ class TextTokenizer : public TextCodec {
  public:
   enum class Use : uint8_t { kPrompts, kChat };
 
-  // Of a folder with a tokenizer.json; kChat needs a chat template there, too. Throws Error(kBadInput) also if
+  // Takes a folder with a tokenizer.json; kChat needs a chat template there, too. Throws Error(kBadInput) also if
   // Python or a package of it is missing. Call it before anything takes long.
   TextTokenizer(const std::string& folder, Use use);
 

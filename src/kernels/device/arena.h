@@ -13,7 +13,7 @@ inline constexpr const char* kWorkspaceCategory = "workspace of GPU kernels";
 // The memory of a run, one allocation on the device and one beside it: all tensors of a finished MemoryPlan.
 class Arena {
  public:
-  // Where the device's memory comes from; `release` waits for queued work that uses it.
+  // The source of the device's memory; `release` waits for queued work that uses it.
   struct Source {
     std::function<void*(int64_t bytes)> allocate;
     std::function<void(void* memory)> release;
@@ -47,7 +47,7 @@ class Arena {
   }
 
   Device& device() const { return host_.device; }
-  // Of a tensor of this arena, or a part of one.
+  // For a tensor of this arena, or a part of one.
   bool is_in_host_memory(const TensorView& tensor) const {
     const auto* const at = static_cast<const std::byte*>(tensor.data);
     return host_.memory != nullptr && at >= host_.memory && at < host_.memory + plan_.total_host_bytes();

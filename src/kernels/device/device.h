@@ -32,7 +32,7 @@ class Mark {
   virtual double seconds_since(const Mark& earlier) const = 0;
 };
 
-// What Device::replay() has recorded. It must not outlive its device.
+// The record of Device::replay(). It must not outlive its device.
 class Recording {
  public:
   virtual ~Recording() = default;
@@ -88,12 +88,12 @@ class StagingBuffer {
   // Returns when it is copied: its bytes, valid until the next begin(). For any thread.
   virtual std::span<const std::byte> wait(size_t index) = 0;
 
-  // What tensors of so many bytes take of a buffer, each by itself.
+  // Bytes of a buffer that tensors of so many bytes take, each by itself.
   static constexpr int64_t kAlignment = 256;
   static int64_t place_of(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 };
 
-// Where tensors live and ops run. Work is queued in order; on the CPU it is done when the call returns.
+// Holds tensors and runs ops. Work is queued in order; on the CPU it is done when the call returns.
 // A Device is used from one thread.
 class Device {
  public:
@@ -101,7 +101,7 @@ class Device {
   virtual DeviceKind kind() const = 0;
   virtual std::string name() const = 0;         // of the product: "NVIDIA H200", "CPU"
   virtual std::string description() const = 0;  // "CPU, 2 threads"
-  // What runs it, by name: {"driver", "580.159.04"}, {"cuda", "13.0"}; nothing for the CPU.
+  // The software that runs it, by name: {"driver", "580.159.04"}, {"cuda", "13.0"}; nothing for the CPU.
   virtual std::vector<std::pair<std::string, std::string>> software() const { return {}; }
 
   // Memory aligned to 256 bytes, contents undefined. Throws Error(kBadInput) naming the size when there is
@@ -129,11 +129,11 @@ class Device {
   virtual void copy(void* target, const void* source, int64_t bytes) = 0;
   virtual void fill_zero(void* target, int64_t bytes) = 0;
 
-  // Throws Error(kBadInput) naming the size when the host has too little memory for it. What goes to and from it
-  // cannot be part of what replay() records.
+  // Throws Error(kBadInput) naming the size when the host has too little memory for it. replay() cannot record its
+  // copies.
   virtual std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) = 0;
 
-  // For `num_slots` buffers. What goes through it cannot be part of what replay() records.
+  // For `num_slots` buffers. replay() cannot record its copies.
   virtual std::unique_ptr<HostStream> make_host_stream(size_t num_slots) = 0;
 
   // Returns at once: memory that takes long to get is made ready in a thread.
@@ -156,7 +156,7 @@ class Device {
   // From start to stop every op is timed, and nothing is replayed. Stopping waits for the device.
   virtual void start_op_timer() = 0;
   virtual std::vector<OpTime> stop_op_timer() = 0;
-  // Where ops report to; nullptr: nowhere.
+  // Ops report to it; nullptr: to nobody.
   OpTimer* op_timer() const { return op_timer_; }
   // Says which part of a step the following ops belong to.
   void section(StepSection section) {
@@ -172,10 +172,10 @@ class Device {
     if (op_timer_ != nullptr) op_timer_->end();
   }
 
-  // Where ops are told to instead of being run; nullptr: they are run.
+  // Ops are told to it instead of being run; nullptr: they are run.
   OpRecorder* op_recorder() const { return op_recorder_; }
 
-  // Whether the op of this name, a matrix product of so many numbers and what reads it, is better one kernel here.
+  // True if the op of this name, a GEMM of so many numbers and what reads it, is better one kernel here.
   virtual bool fuses(std::string_view /*op*/, int64_t /*numbers*/) const { return false; }
 
  protected:
@@ -188,9 +188,9 @@ std::unique_ptr<Device> make_cpu_device();
 
 // GPUs that this program can use: 0 without a driver, and where it was built without CUDA.
 int num_cuda_devices();
-// Of each of these: "NVIDIA H200, compute capability 9.0, 141 GB, driver 580.159.04".
+// One line for each of these: "NVIDIA H200, compute capability 9.0, 141 GB, driver 580.159.04".
 std::vector<std::string> describe_cuda_devices();
-// Of the CUDA that this program was built with, "13.0", and the architectures that it has code for,
+// The version of CUDA that this program was built with, "13.0", and the architectures that it has code for,
 // "80,89,90a,90-virtual"; empty without CUDA.
 std::string cuda_version();
 std::string cuda_architectures();

@@ -9,8 +9,7 @@ std::vector<double> divide_measuring(const std::vector<Measured>& all, double se
   std::vector<double> given(all.size()), weights(all.size());
   std::vector<bool> is_full(all.size());
   for (size_t i = 0; i < all.size(); ++i) weights[i] = std::pow(all[i].step_seconds, 2.0 / 3);
-  // What those leave that would get more than they want is divided among the others, of which some may be full
-  // then.
+  // Time that some do not want is divided among the others, of which some may be full then.
   for (bool changed = true; changed;) {
     changed = false;
     double left = seconds, weight = 0;

@@ -3,7 +3,7 @@
 #include "kernels/device/gemm_tuning.h"
 #include "kernels/device/power_counter.h"
 
-// What a program says about GPUs that was built without CUDA.
+// The answers about GPUs of a program that was built without CUDA.
 namespace parka {
 
 int num_cuda_devices() { return 0; }

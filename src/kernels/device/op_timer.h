@@ -17,7 +17,7 @@ enum class StepSection : uint8_t {
   kTelemetry
 };
 
-// What an op's matrix products are of: what they are measured against differs.
+// The kind of an op's GEMMs, which decides what they are measured against.
 enum class Products : uint8_t { kNone, kGemm, kAttentionForward, kAttentionBackward };
 
 // Ends the shape of an op that adds to what its output holds, where others of its kind overwrite it.

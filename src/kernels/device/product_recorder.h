@@ -3,8 +3,8 @@
 namespace parka {
 struct Gemm;
 
-// What a device's op_recorder() may be too, to be told of matrix products with their tensors, before it is told of
-// them as ops.
+// A device's op_recorder() may also be one, to be told of GEMMs with their tensors, before it is told of them as
+// ops.
 class ProductRecorder {
  public:
   virtual ~ProductRecorder() = default;

@@ -24,7 +24,7 @@ struct RecordedFill {
   int64_t bytes = 0;
 };
 
-// What a HostStream was asked for.
+// A request to a HostStream.
 struct RecordedTransfer {
   enum class Kind : uint8_t { kFollowDevice, kLoad, kWaitLoaded, kSave, kWaitSaved };
   Kind kind = Kind::kFollowDevice;
@@ -35,8 +35,8 @@ struct RecordedTransfer {
 };
 
 // A device that records instead of computing. Ops check their arguments and are told to a function, with their
-// costs and workspaces. Memory is addresses without memory: a model plans in any RAM. What is read from the
-// device is zeros; marks, stores and staging buffers do nothing.
+// costs and workspaces. Memory is addresses without memory: a model plans in any RAM. Reading from the device gives
+// zeros; marks, stores and staging buffers do nothing.
 class RecordingDevice final : public Device, public OpRecorder, public ProductRecorder {
  public:
   // Stands for a device of this kind, which has ops of these names as one kernel. The functions are told of work in

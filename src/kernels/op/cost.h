@@ -5,7 +5,7 @@
 #include "core/tensor.h"
 #include "kernels/device/op_timer.h"
 
-// What the costs of ops are put together from.
+// The terms of the costs of ops.
 namespace parka {
 
 double bytes_of(const TensorView& t);  // 0 for one that is not given
@@ -18,13 +18,13 @@ double all_bytes(const Tensors&... tensors) {
 
 std::string shape_of(const TensorView& t);  // "8192 x 4096"
 
-// Whether what the codes are made of is read again: a tensor-wide scale is known only when every number has been
+// True if the source of the codes is read again: a tensor-wide scale is known only when every number has been
 // seen.
 bool read_twice(const ScaledView& out, const ScaledView& out_t = {});
 
 bool has_tensor_scale(const ScaledView& t);  // and is given
 
-// Of an op that computes no matrix product.
+// The cost of an op without a GEMM.
 OpCost moved(double bytes, const TensorView& shape);
 
 }  // namespace parka

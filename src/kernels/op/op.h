@@ -2,7 +2,7 @@
 #include "core/tensor.h"
 #include "kernels/device/op_timer.h"
 
-// What an op consists of, each in one place: `struct Args` with its tensors, whose header says the formula, shapes
+// The parts of an op, each in one place: `struct Args` with its tensors, whose header says the formula, shapes
 // and formats (ops/<op>.h); its checks and cost (ops/<op>.cpp); the reference (cpu/<op>.cpp); the kernel
 // (cuda/<folder>/<op>.cu).
 namespace parka {
@@ -19,8 +19,9 @@ int64_t workspace_of(const Args&) {
 // Declares the op `name` with its arguments, within namespace parka:
 //   name(device, args)      checks the arguments and runs the device's implementation; what callers use
 //   cpu::name, cuda::name   the implementations, whose arguments have been checked and have elements to work on
-//   cost_of(args)           what must move and be computed, tensors that are not given left out. What is changed in
-//                           place counts as read and written; what a tensor-wide FP8 scale is found from, twice
+//   cost_of(args)           what must move and be computed, tensors that are not given left out. A tensor that is
+//                           changed in place counts as read and written; the source of a tensor-wide FP8 scale,
+//                           twice
 #define PARKA_OP(name, Args)                         \
   void name(Device& device, const Args& a);          \
   OpCost cost_of(const Args& a);                     \

@@ -57,8 +57,8 @@ inline int64_t attention_backward_workspace_bytes(int64_t tokens, int64_t num_he
   return tokens * num_heads * 8 + kAttentionMaxPasses * 8;
 }
 
-// attention_backward's scratch: score gradients in bf16, of a pass over some key/value heads and their query heads.
-// Of each head all pairs of 64 queries and 128 keys that are not masked entirely.
+// attention_backward's scratch: score gradients in bf16, of a pass over some key/value heads and their query heads,
+// for all pairs of 64 queries and 128 keys of a head that are not masked entirely.
 inline constexpr int64_t kScoreQueries = 64, kScorePairBytes = kScoreQueries * 128 * 2;
 // The pairs of the first `query_tiles` tiles of 64 queries: 1, 1, 2, 2, 3, 3...
 constexpr int64_t score_pairs(int64_t query_tiles) {
@@ -129,8 +129,8 @@ inline int64_t sum_of_squares_pieces(int64_t numel) {
 }
 inline int64_t sum_of_squares_workspace_bytes(int64_t pieces, int64_t parts) { return (pieces + parts) * 8; }
 
-// gemm of 1x128 and 128x128 scaled operands: behind cuBLASLt's workspace, the scales of both. Of an operand
-// [rows, depth] the bytes in cuBLASLt's layout as 1x128, which are more than as 128x128.
+// gemm of 1x128 and 128x128 scaled operands: after cuBLASLt's workspace, the scales of both. The bytes of an
+// operand [rows, depth] are those in cuBLASLt's layout as 1x128, which are more than as 128x128.
 inline int64_t gemm_scales_bytes(int64_t rows, int64_t depth) {
   constexpr int64_t kAlignment = 256, kGroup = 128, kScale = 4;
   const int64_t bytes = rows * ((depth + kGroup - 1) / kGroup) * kScale;

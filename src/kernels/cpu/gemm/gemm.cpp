@@ -20,7 +20,7 @@ class Operand {
     if (x.data.dtype == DType::kF32) {
       data_ = x.data.as<float>();
     } else if (x.scaling == Scaling::kTensor) {
-      // As tensor cores do it: multiply the codes, which are exact, and scale the sum.
+      // Like tensor cores: multiply the codes, which are exact, and scale the sum.
       decoded_ = decode_codes(x.data);
       scale_ = x.scale.as<float>()[0];
     } else if (x.scaling == Scaling::kNone && padding > 0) {

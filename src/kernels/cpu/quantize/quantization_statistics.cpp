@@ -14,7 +14,7 @@ namespace {
 
 constexpr int64_t kPieceRows = 16;
 
-// Of some rows.
+// Sums over some rows.
 struct Totals {
   double squares = 0, error_squares = 0;
   int64_t saturated = 0, underflowed = 0, not_finite = 0;

@@ -16,7 +16,7 @@ constexpr int64_t kBlocksPerPiece = 256;
 float to_float(float x) { return x; }
 float to_float(BFloat16 x) { return decode_bf16(x); }
 
-// Of a scale; 0 where it is infinite.
+// The inverse of a scale; 0 where it is infinite.
 float inverse_of(float absmax) {
   const float inverse = 1.0f / absmax;
   return std::isinf(inverse) ? 0.0f : inverse;
@@ -57,7 +57,7 @@ double total_of(const float* x, int64_t count) {
   return sums[0];
 }
 
-// Of block `block` of a.
+// The scale of block `block` of a.
 float scale_of(const Dequantize4Bit& a, int64_t block) {
   if (a.absmax.dtype == DType::kF32) return a.absmax.as<float>()[block];
   const float value = a.map.as<float>()[a.absmax.as<uint8_t>()[block]];

@@ -33,7 +33,7 @@ class PinnedPool {
   std::vector<Memory> free_;
 };
 
-// What ops keep with a device from call to call. It ends before the device's stream does.
+// State that ops keep with a device from call to call. It ends before the device's stream does.
 class KeptByOps {
  public:
   KeptByOps() = default;
@@ -55,7 +55,7 @@ class CudaDevice final : public Device {
   std::string name() const override { return properties_.name; }
   std::string description() const override;
   std::vector<std::pair<std::string, std::string>> software() const override;
-  // Whether this build and this GPU have the kernels of gemm/sm90_float8_tiles.cuh.
+  // True if this build and this GPU have the kernels of gemm/sm90_float8_tiles.cuh.
   bool has_float8_tiles() const;
   bool fuses(std::string_view op, int64_t numbers) const override;
 
@@ -83,8 +83,7 @@ class CudaDevice final : public Device {
   cudaStream_t stream() const { return stream_; }
   int num_multiprocessors() const { return properties_.multiProcessorCount; }
   const cudaDeviceProp& properties() const { return properties_; }
-  // Whether the code that runs here is of a compute capability with which kernels wait for the one before:
-  // launch_early().
+  // From this compute capability of the running code on, kernels wait for the one before: launch_early().
   static constexpr int kEarlyLaunchVersion = 90;
   bool launches_early() const { return launches_early_; }
 

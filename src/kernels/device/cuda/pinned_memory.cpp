@@ -29,7 +29,7 @@ bool has_room(int64_t bytes) {
 }
 
 // Has pages made in the memory of the GPU's own socket, as long as there is some: its link is further from that of
-// another one. Where that is refused, as in some containers, they are where the threads are that make them.
+// another one. If that is refused, as in some containers, they are where the threads are that make them.
 void prefer_near_memory(void* data, int64_t bytes) {
   constexpr size_t kWords = 16, kBitsOfWord = 8 * sizeof(unsigned long);
   int gpu = 0, node = -1;

@@ -122,7 +122,7 @@ const std::string& CudaStaging::failure() {
   return failure_;
 }
 
-// What lies on the device as it will in the buffer is copied in one piece.
+// Tensors that lie on the device as they will in the buffer are copied in one piece.
 void CudaStaging::begin(const std::vector<TensorView>& tensors) {
   if (!failure().empty()) throw_internal("no memory to copy to: {}", failure_);
   {

@@ -13,7 +13,7 @@
 namespace parka {
 namespace {
 
-// What forward and backward have in common.
+// Checks that forward and backward have in common.
 template <typename Args>
 void check_attention(std::string_view op, const Args& a) {
   const int64_t T = a.qkv.dim[0], width = a.qkv.dim[1], S = a.sequence_length;

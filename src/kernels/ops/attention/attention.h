@@ -11,7 +11,7 @@ constexpr int64_t kMaxGpuHeadDim = 512;
 // q, k and v are read directly from the fused QKV buffer (see RopeForward). T = B * S.
 //   p[i,j] = exp(scale * q_i . k_j - lse_i) for f_i <= j <= i;  out_i = sum_j p[i,j] v_j
 // where f is 0, or first_key: then documents in one sequence do not attend to each other, and a sliding window
-// ends. That is causal attention; without `causal` the sum is over all keys of the sequence, 0 <= j < S.
+// ends. This is causal attention; without `causal` the sum is over all keys of the sequence, 0 <= j < S.
 struct AttentionForward {
   TensorView qkv;           // [T, (H + 2 * Hkv) * D] fp32 or bf16, in
   TensorView out;           // [T, H * D] as qkv, out
@@ -61,9 +61,9 @@ struct AttentionBackward {
 PARKA_OP(attention_backward, AttentionBackward);
 int64_t workspace_of(const AttentionBackward& a);
 
-// What attention_backward computes, summed up over rows and query heads. The gradients of a row's scores add up to
+// Sums of attention_backward over rows and query heads. The gradients of a row's scores add up to
 // zero if `out` is what forward has computed, because adding a number to all scores of a row changes nothing. A
-// sum that is not zero pushes queries along the mean of the keys, which no loss corrects. Of one row and head:
+// sum that is not zero pushes queries along the mean of the keys, which no loss corrects. For one row and head:
 //   sum = sum_j d_s[i,j];  magnitude = sum_j |d_s[i,j]|;  score = sum_j p[i,j] scale q_i . k_j
 struct AttentionTotals {
   float rows;           // rows of query heads that are finite; only these count below

@@ -10,7 +10,7 @@
 namespace parka {
 namespace {
 
-// What both ops have in common.
+// Checks that both ops have in common.
 template <typename Args>
 void check_cached(std::string_view op, const Args& a) {
   const int64_t T = a.qkv.dim[0], width = a.qkv.dim[1], H = a.num_heads, Hkv = a.num_kv_heads;
@@ -53,7 +53,7 @@ OpCost cost_of(const CacheAppend& a) {
   return moved(2 * bytes_of(a.qkv) * 2.0 * static_cast<double>(a.num_kv_heads) / heads, a.qkv);
 }
 
-// As if every row had the most keys: positions are on the device.
+// Every row counts with the most keys: positions are on the device.
 OpCost cost_of(const AttentionDecode& a) {
   const double keys = static_cast<double>(most_keys(a));
   const double key_bytes = static_cast<double>(a.cache.dim[2] * size_of(a.cache.dtype));

@@ -7,7 +7,7 @@
 // The two layouts between which ranks that share sequences exchange attention's tensors, so that each attends with
 // some of the heads to whole sequences (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509, section 3). A rank
 // has a slice of L tokens of each of B sequences, with all heads: [B * L, (H + 2 Hkv) * D], query heads, key heads,
-// value heads, or query heads alone where Hkv is 0. What it exchanges with C ranks is [B, C, L, w], w a C-th of the
+// value heads, or query heads alone where Hkv is 0. It exchanges [B, C, L, w] with C ranks, w a C-th of the
 // columns: part p has query heads [p H / C, (p + 1) H / C), then key heads [p Hkv / C, (p + 1) Hkv / C), then value
 // heads likewise, each in their order. C divides H and Hkv, so each query head stays with its key head.
 namespace parka {

@@ -62,7 +62,7 @@ std::vector<double> frequencies_of(int64_t head_dim, double theta, const RopeSca
   return frequencies;
 }
 
-// What cosines and sines are multiplied by.
+// The factor of cosines and sines.
 double amplitude_of(const RopeScaling& scaling) {
   if (scaling.kind != RopeScalingKind::kYarn) return 1;
   return scaling.attention_factor > 0 ? scaling.attention_factor
@@ -120,7 +120,7 @@ std::vector<float> rope_table(int64_t sequence_length, int64_t head_dim, double 
 }
 
 OpCost cost_of(const RopeForward& a) {
-  // What is saved is all of qkv, and all of it becomes what the codes decode to.
+  // All of qkv is saved, and all of it becomes what the codes decode to.
   if (!a.saved.empty()) return moved(2 * bytes_of(a.qkv) + bytes_of(a.saved), a.qkv);
   return moved(2 * rotated_bytes(a.qkv, a.num_heads, a.num_kv_heads), a.qkv);
 }

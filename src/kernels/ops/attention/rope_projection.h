@@ -16,10 +16,10 @@ struct RopeProjection {
 PARKA_OP(rope_projection, RopeProjection);
 int64_t workspace_of(const RopeProjection& a);
 
-// Whether formats and alignment suit one kernel, which GPUs of compute capability 9.0 have. It writes to qkv what
+// True if formats and alignment suit one kernel, which GPUs of compute capability 9.0 have. It writes to qkv what
 // the codes decode to, once, and never reads it.
 bool suits_one_kernel(const RopeProjection& a);
-// Whether to call rope_projection() rather than the two ops: it is one kernel here, for as many numbers.
+// True if rope_projection() is to be called rather than the two ops: it is one kernel here, for as many numbers.
 bool runs_as_one(const Device& device, const RopeProjection& a);
 void run_as_two(Device& device, const RopeProjection& a);
 namespace cuda {

@@ -12,7 +12,7 @@ enum class Activation : uint8_t {
   kSilu,       // x sig(x)
 };
 inline constexpr float kQuickGeluFactor = 1.702f;
-// Of those that are x sig(factor x).
+// The factor of activations of the form x sig(factor x).
 constexpr float sigmoid_factor(Activation kind) { return kind == Activation::kSilu ? 1.0f : kQuickGeluFactor; }
 
 // y = act(x)

@@ -25,7 +25,7 @@ struct CrossEntropy {
   bool write_gradient = true;
   TensorView grad_factor = {};  // [1] fp32, in: a factor that differs from step to step; empty: 1
   int64_t padding = 0;          // columns at the end of each row that are neither read nor written
-  // Where they are given and write_gradient is, the gradient goes here and the logits stay as they are; both in one
+  // If they are given and write_gradient is, the gradient goes here and the logits stay as they are; both in one
   // format. Codes of padding columns are zeros. The scale of kTensor is that of logits_gradient_scale().
   ScaledView d_logits = {};    // [T, V + padding] fp8, out; empty: not wanted
   ScaledView d_logits_t = {};  // [V + padding, T] fp8, out; empty: not wanted; shares a kTensor scale with d_logits

@@ -21,7 +21,7 @@ struct EmbeddingForward {
 // Throws Error(kBadInput) on an id outside the table (CPU only; the loader has checked the ids that a GPU gets).
 PARKA_OP(embedding_forward, EmbeddingForward);
 
-// What embedding_backward needs to know about a row of d_out, to add the rows of each token in order.
+// Describes a row of d_out to embedding_backward, which adds the rows of each token in order.
 struct alignas(16) TokenRow {  // loaded at once
   int32_t row;
   int32_t id;     // of the token

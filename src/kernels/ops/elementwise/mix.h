@@ -4,7 +4,7 @@
 
 namespace parka {
 
-// What two tensors are mixed by: a learnt scalar itself, or what the logistic function makes of it.
+// The weight that mixes two tensors: a learnt scalar itself, or the logistic function of it.
 enum class MixWeight : uint8_t {
   kScalar,    // w = c
   kLogistic,  // w = 1 / (1 + exp(-c))

@@ -48,25 +48,25 @@ void record_product(Device& device, const Gemm& a);
 
 // How a GPU does a product.
 
-// Whether a kernel of its own computes it (kernels/cuda/gemm/low_rank_update.h): bf16 operands, accumulated in
+// True if a kernel of its own computes it (kernels/cuda/gemm/low_rank_update.h): bf16 operands, accumulated in
 // bf16, over up to kMostLowRankTerms terms, with `a` in rows; rows that are multiples of 16 bytes, aligned to 16
 // bytes.
 inline constexpr int64_t kMostLowRankTerms = 128;
 bool suits_low_rank_update(const Gemm& a);
-// Whether cuBLASLt gets it: what has no kernel of its own. FP8 products need operands that are 16-byte aligned, N
-// and K that are multiples of 16, and
+// True if cuBLASLt gets it, because it has no kernel of its own. FP8 GEMMs need operands that are 16-byte aligned,
+// N and K that are multiples of 16, and
 //   both operands scaled kTensor, or
 //   both scaled in fp32 per 128, kGroup with kGroup or kBlock in either order; then M is a multiple of 16 too.
 // The library itself refuses two e5m2 operands, and FP8 on GPUs without it.
 bool suits_cublaslt(const Gemm& a);
-// Whether operands and output are those of Parka's own FP8 product (kernels/cuda/gemm/sm90_float8_tiles.cuh), whose
+// True if operands and output are those of Parka's own FP8 GEMM (kernels/cuda/gemm/sm90_float8_tiles.cuh), whose
 // kernels make something else of it than a matrix of bf16: E4M3 scaled kTensor, K > 0, fast accumulation, to a bf16
 // output that is not added to.
 bool suits_float8_tiles(const Gemm& a);
 bool accumulates_fast(const Gemm& a);        // in the tensor cores' own accumulator
 uint32_t alignment_of(const TensorView& t);  // the largest power of two up to 256 that divides the address
-// What an algorithm is chosen for: "8192 x 4096 x 11008 e4m3 NN bf16 [e4m3 per 1x128, e4m3 per 128x128]", with the
-// alignment of operands that are not 256-byte aligned.
+// The name of a choice of algorithm: "8192 x 4096 x 11008 e4m3 NN bf16 [e4m3 per 1x128, e4m3 per 128x128]", with
+// the alignment of operands that are not 256-byte aligned.
 std::string key_of(const Gemm& a);
 
 }  // namespace parka

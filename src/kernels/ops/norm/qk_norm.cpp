@@ -19,7 +19,7 @@ void check_input(std::string_view op, const ScaledView& x, int64_t rows, int64_t
     throw_internal("{}: x is {}, wanted it plain or with a scale per group", op, describe(x));
 }
 
-// What both ops have: x, rstd and the weights. Returns the columns of a head.
+// Checks the tensors of both ops: x, rstd and the weights. Returns the columns of a head.
 template <typename Args>
 int64_t check_common(std::string_view op, const Args& a) {
   if (a.kind == QkNormKind::kNone) throw_internal("{}: kind is none, wanted per_head or full", op);

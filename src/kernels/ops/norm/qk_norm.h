@@ -13,9 +13,9 @@ enum class QkNormKind : uint8_t {
 };
 
 // RMSNorm of queries and keys, and their rotation (ops/attention/rope.h) in the same pass. A group is one head of D
-// columns (kPerHead), or all H D columns of the queries or all Hkv D of the keys (kFull). Of each group x:
+// columns (kPerHead), or all H D columns of the queries or all Hkv D of the keys (kFull). For each group x:
 //   y = x * rstd * w,   rstd = 1 / sqrt(mean(x^2) + eps),   w = weight + weight_offset
-// and of the heads of y, in fp32, what rope_forward makes of them. Values are copied.
+// and the heads of y are rotated in fp32 like in rope_forward. Values are copied.
 struct QkNormRopeForward {
   QkNormKind kind;      // not kNone
   ScaledView x;         // [T, (H + 2 * Hkv) * D] fp32, bf16 or kGroup fp8, in: as RopeForward's qkv
@@ -37,7 +37,7 @@ PARKA_OP(qk_norm_rope_forward, QkNormRopeForward);
 // Groups of a row: H + Hkv, or 2 with kFull.
 int64_t qk_norm_groups(QkNormKind kind, int64_t num_heads, int64_t num_kv_heads);
 
-// Backward of the norm alone: attention_backward has rotated the gradients back. Of each group, in place in the
+// Backward of the norm alone: attention_backward has rotated the gradients back. For each group, in place in the
 // gradient of y, and added up for the weights:
 //   d_x = rstd * (g - xhat * mean(g * xhat)),   g = d_y * w,   xhat = x * rstd
 //   d_weight += sum d_y * xhat, over rows, and with kPerHead over heads
@@ -48,7 +48,7 @@ struct QkNormBackward {
   TensorView q_weight;  // as in forward, in
   TensorView k_weight;  // as in forward, in
   TensorView d_qkv;     // as x, fp32 or bf16, in/out; the gradient of values stays as it is
-  // As q_weight and k_weight in shape, fp32 or bf16, in/out; empty: not wanted.
+  // The shapes are those of q_weight and k_weight; fp32 or bf16, in/out; empty: not wanted.
   TensorView d_q_weight = {};
   TensorView d_k_weight = {};
   int64_t num_heads;

@@ -11,7 +11,7 @@ inline constexpr int64_t kSmallestBlock4Bit = 32, kLargestBlock4Bit = 4096;
 inline constexpr int64_t kNestedBlock = 256;  // scales that share a scale of theirs
 
 // For each block: absmax = max |x|; t = x * (1 / absmax), both in fp32; code = that of the value nearest to t
-// (core/formats_4bit.h). Where 1 / absmax is infinite all codes are that of zero. A block with a NaN or an infinity
+// (core/formats_4bit.h). If 1 / absmax is infinite, all codes are that of zero. A block with a NaN or an infinity
 // gets the absmax NaN, so that all of it decodes to NaN.
 struct Quantize4Bit {
   TensorView x;       // [N] fp32 or bf16, in
