@@ -145,6 +145,9 @@ class BadInput(RunFolder):
             (("train", config, "--must-be-new"), ["--must-be-new"]),
             (("train", config, "--fresh"), ["--must-be-new"]),  # its old name
             (("plan", config, "--gpus", "0"), ["--gpus"]),
+            (("train", config, "--ranks", "1.5"), ["--ranks", "1.5"]),
+            (("train", config, "--ranks="), ["--ranks"]),
+            (("generate", self.path("run"), "--tokens", "1.5"), ["--tokens", "1.5"]),
             (("eval", self.path("nowhere")), ["nowhere"]),
             (("eval", self.path("")), ["no checkpoint"]),
             (("eval", self.path("run"), "--data", "/nowhere.npy"), ["/nowhere.npy"]),

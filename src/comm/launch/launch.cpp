@@ -28,35 +28,25 @@ std::string host_name() {
   return name.data();
 }
 
-// For errors before the ranks can communicate: rank 0 reports the error, the others exit silently with the same
-// code.
-[[noreturn]] void fail_alone(int rank, const std::string& message) {
-  if (rank != 0) std::_Exit(static_cast<int>(ExitCode::kBadInput));
-  throw_bad_input("{}", message);
-}
-
 // Of many ranks that wait two speak: if one of them is the one that hangs, the other does.
 WaitTimes wait_times(int rank, double limit, double notice) { return {limit, rank < 2 ? notice : limit}; }
 
 std::unique_ptr<Transport> join_mpi(const LaunchedAs& launched, const StartTimes& times) {
   if (!built_with_mpi()) {
-    fail_alone(
-        launched.rank,
-        fmt::format("mpirun has started several processes ({} is {}), but this parka was built without MPI: start "
-                    "it with --ranks or --gpus, or with RANK, WORLD_SIZE and MASTER_ADDR (docs/cluster.md), or "
-                    "run scripts/setup.sh and build again",
-                    launched.variable, launched.size));
+    throw_bad_input(
+        "mpirun has started several processes ({} is {}), but this parka was built without MPI: start it with --ranks "
+        "or --gpus, or with RANK, WORLD_SIZE and MASTER_ADDR (docs/cluster.md), or run scripts/setup.sh and build again",
+        launched.variable, launched.size);
   }
   std::unique_ptr<Transport> transport =
       join_over_mpi(launched.rank, wait_times(launched.rank, times.meeting, times.notice));
-  if (launched.size > 1 && transport->size() != launched.size) {
-    fail_alone(
-        launched.rank,
-        fmt::format("{} says that {} processes were started together, but MPI finds {}: they were started by "
-                    "another MPI than {}, which this parka was built with; use its mpirun, or srun --mpi=pmix",
-                    launched.variable, launched.size, transport->size(), mpi_library()));
-  }
-  return transport;
+  if (launched.rank < transport->size() && (launched.size == 0 || launched.size == transport->size()))
+    return transport;
+  // Every process says so: nobody else may be there.
+  throw_bad_input(
+      "{} is {}, as if mpirun had started several processes, but MPI finds {}: unset it if it is left over, or start "
+      "parka with the mpirun of {}, which it was built with, or with srun --mpi=pmix",
+      launched.variable, launched.size > 0 ? launched.size : launched.rank, transport->size(), mpi_library());
 }
 
 // Every process of the launcher has become as many ranks as `local` says.
@@ -196,11 +186,10 @@ int run_launched(const LaunchOptions& options, const std::function<int(Launch&)>
   }
   if (options.local_ranks == 1) return run_rank(options, launched, {}, body);
   if (launched.over == LaunchedAs::Over::kMpi) {
-    fail_alone(launched.rank,
-               fmt::format("this process shall start {} ranks, but is itself one of those that mpirun or "
-                           "srun has started ({} is {}): leave out --ranks and --gpus, or start parka "
-                           "without mpirun (srun: with --mpi=none)",
-                           options.local_ranks, launched.variable, launched.size));
+    throw_bad_input(
+        "this process shall start {} ranks, but is itself one of those that mpirun or srun has started ({} is {}): leave "
+        "out --ranks and --gpus, or start parka without mpirun (srun: with --mpi=none)",
+        options.local_ranks, launched.variable, launched.size);
   }
   if (options.check_size) options.check_size(launched.size * options.local_ranks);
   return run_local_ranks(options.local_ranks,

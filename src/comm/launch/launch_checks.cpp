@@ -14,8 +14,17 @@ namespace {
 
 constexpr size_t kShownCharacters = 120;  // of a line in a message
 
+using Environment = std::function<const char*(const char*)>;
+
+// As messages show it.
+std::string shown(const Environment& variable, const char* name) {
+  const char* const text = variable(name);
+  return text == nullptr ? "not set" : *text == '\0' ? "empty" : text;
+}
+
 // -1 where the text is no whole number.
-int number_in(const char* text, int otherwise) {
+int number_in(const Environment& variable, const char* name, int otherwise) {
+  const char* const text = variable(name);
   if (text == nullptr) return otherwise;
   const char* const end = text + std::strlen(text);
   int number = -1;
@@ -41,8 +50,6 @@ std::pair<std::string, std::string> first_difference(const std::string& a, const
   return {shown(line_a), shown(line_b)};
 }
 
-using Environment = std::function<const char*(const char*)>;
-
 std::string text_in(const Environment& variable, const char* name) {
   const char* const text = variable(name);
   return text == nullptr ? "" : text;
@@ -55,12 +62,36 @@ std::string one_word(std::string text) {
   return text;
 }
 
+// Of rank `rank_name` of `size_name` processes, who find each other `over` something.
+LaunchedAs counted_by(const Environment& variable, LaunchedAs::Over over, const char* size_name,
+                      const char* rank_name) {
+  const LaunchedAs launched{.over = over,
+                            .size = number_in(variable, size_name, -1),
+                            .rank = number_in(variable, rank_name, -1),
+                            .variable = size_name};
+  if (launched.rank >= 0 && launched.rank < launched.size) return launched;
+  throw_bad_input(
+      "{0} is {1}, and {2} is {3}: {0} must be a number from 0 to {2} - 1; its launcher sets both, so set both or unset "
+      "both",
+      rank_name, shown(variable, rank_name), size_name, shown(variable, size_name));
+}
+
+// A name or a numeric address, not a URL or one with a port; "::1" has no port.
+void check_address(const std::string& address, const Environment& variable) {
+  const bool has_port = std::ranges::count(address, ':') == 1;
+  if (!address.empty() && !has_port && address.find_first_of("/[]") == std::string::npos) return;
+  throw_bad_input(
+      "MASTER_ADDR is {}: give the name or numeric address of rank 0's host alone, as in node1, and the port as "
+      "MASTER_PORT",
+      shown(variable, "MASTER_ADDR"));
+}
+
 int port_in(const Environment& variable, int otherwise) {
   constexpr int kLargest = 65535;
-  const int port = number_in(variable("MASTER_PORT"), otherwise);
+  const int port = number_in(variable, "MASTER_PORT", otherwise);
   if (port < 1 || port > kLargest) {
-    throw_bad_input("MASTER_PORT: {} is no TCP port; name one that is free on the host of rank 0",
-                    text_in(variable, "MASTER_PORT"));
+    throw_bad_input("MASTER_PORT is {}: it must be a TCP port, from 1 to {}, that is free on the host of rank 0",
+                    shown(variable, "MASTER_PORT"), kLargest);
   }
   return port;
 }
@@ -68,17 +99,19 @@ int port_in(const Environment& variable, int otherwise) {
 // By torchrun's variables, which many other launchers set too.
 LaunchedAs named_by_variables(const Environment& variable) {
   constexpr int kPort = 29500;  // PyTorch's
-  LaunchedAs launched{.over = LaunchedAs::Over::kTcp, .variable = "WORLD_SIZE"};
-  launched.size = number_in(variable("WORLD_SIZE"), 0);
-  launched.rank = number_in(variable("RANK"), -1);
+  LaunchedAs launched = counted_by(variable, LaunchedAs::Over::kTcp, "WORLD_SIZE", "RANK");
+  if (launched.size == 1) return launched;
+  if (variable("MASTER_ADDR") == nullptr) {
+    throw_bad_input(
+        "WORLD_SIZE is {}, but MASTER_ADDR is not set: every rank needs RANK (from 0), WORLD_SIZE, MASTER_ADDR (the "
+        "host of rank 0) and MASTER_PORT (a free port there); unset RANK and WORLD_SIZE to start one rank",
+        launched.size);
+  }
   launched.address = text_in(variable, "MASTER_ADDR");
+  check_address(launched.address, variable);
   launched.port = port_in(variable, kPort);
   // torchrun listens there itself.
   if (text_in(variable, "TORCHELASTIC_USE_AGENT_STORE") == "True") ++launched.port;
-  if (launched.size < 1 || launched.rank < 0 || launched.rank >= launched.size) {
-    throw_bad_input("RANK is {} and WORLD_SIZE {}: RANK must be a number from 0 to WORLD_SIZE - 1",
-                    variable("RANK"), variable("WORLD_SIZE"));
-  }
   launched.token = one_word(fmt::format("parka/{}/{}", text_in(variable, "TORCHELASTIC_RUN_ID"),
                                         text_in(variable, "TORCHELASTIC_RESTART_COUNT")));
   return launched;
@@ -88,16 +121,25 @@ LaunchedAs named_by_variables(const Environment& variable) {
 // outgoing connections.
 LaunchedAs named_by_slurm(const Environment& variable) {
   constexpr int kFirstPort = 20000, kPorts = 10000;
-  LaunchedAs launched{.over = LaunchedAs::Over::kTcp, .variable = "SLURM_STEP_NUM_TASKS"};
-  launched.size = number_in(variable("SLURM_STEP_NUM_TASKS"), 0);
-  launched.rank = number_in(variable("SLURM_PROCID"), 0);
-  const unsigned job = static_cast<unsigned>(number_in(variable("SLURM_JOB_ID"), 0)),
-                 step = static_cast<unsigned>(number_in(variable("SLURM_STEP_ID"), 0));
+  LaunchedAs launched = counted_by(variable, LaunchedAs::Over::kTcp, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID");
+  if (launched.size == 1) return launched;
+  const unsigned job = static_cast<unsigned>(number_in(variable, "SLURM_JOB_ID", 0)),
+                 step = static_cast<unsigned>(number_in(variable, "SLURM_STEP_ID", 0));
   launched.address = text_in(variable, "MASTER_ADDR");
   if (launched.address.empty()) launched.address = first_host(text_in(variable, "SLURM_STEP_NODELIST"));
+  check_address(launched.address, variable);
   launched.port = port_in(variable, kFirstPort + static_cast<int>((7 * job + step) % kPorts));
   launched.token = fmt::format("slurm/{}.{}", job, step);
   return launched;
+}
+
+// Of one process among several that have only been numbered within their host.
+void refuse_numbered_alone(const Environment& variable) {
+  if (number_in(variable, "LOCAL_RANK", 0) == 0 && number_in(variable, "LOCAL_WORLD_SIZE", 1) == 1) return;
+  throw_bad_input(
+      "LOCAL_RANK is {}, and LOCAL_WORLD_SIZE is {}, but RANK and WORLD_SIZE are not set: set all four, or unset these "
+      "to start one rank",
+      shown(variable, "LOCAL_RANK"), shown(variable, "LOCAL_WORLD_SIZE"));
 }
 
 }  // namespace
@@ -113,30 +155,27 @@ std::string first_host(const std::string& list) {
 
 LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, bool has_mpi) {
   using Over = LaunchedAs::Over;
-  const auto number_of = [&](const char* name) { return number_in(variable(name), 0); };
-  const auto mpi = [&](const char* size, const char* rank) {
-    return LaunchedAs{.over = Over::kMpi, .size = number_of(size), .rank = number_of(rank), .variable = size};
-  };
+  const auto has = [&](const char* name) { return variable(name) != nullptr; };
+  const auto has_one = [&](const char* a, const char* b) { return has(a) || has(b); };
+  const bool in_step = has("SLURM_STEP_NUM_TASKS"), named = has("RANK") && has("WORLD_SIZE") && has("MASTER_ADDR");
   LaunchedAs launched;
   // The order matters: mpirun under Slurm starts its helpers with srun, whose variables then describe the helpers.
-  if (number_of("OMPI_COMM_WORLD_SIZE") > 0) {
-    launched = mpi("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK");
-  } else if (variable("RANK") != nullptr && variable("WORLD_SIZE") != nullptr &&
-             variable("MASTER_ADDR") != nullptr) {
+  if (has_one("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")) {
+    launched = counted_by(variable, Over::kMpi, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK");
+  } else if (named) {
     launched = named_by_variables(variable);
-  } else if (number_of("PMI_SIZE") > 0 && (has_mpi || number_of("SLURM_STEP_NUM_TASKS") == 0)) {
-    launched = mpi("PMI_SIZE", "PMI_RANK");
-  } else if (number_of("SLURM_STEP_NUM_TASKS") > 0) {
-    const bool over_mpi = has_mpi && variable("PMIX_RANK") != nullptr;
-    launched = over_mpi ? mpi("SLURM_STEP_NUM_TASKS", "SLURM_PROCID") : named_by_slurm(variable);
-  } else if (variable("PMIX_RANK") != nullptr) {
-    return {.over = Over::kMpi, .size = 0, .rank = number_of("PMIX_RANK"), .variable = "PMIX_RANK"};
-  } else if (number_of("WORLD_SIZE") > 1 ||
-             (variable("RANK") != nullptr && variable("WORLD_SIZE") != nullptr && number_of("WORLD_SIZE") < 1)) {
-    throw_bad_input(
-        "WORLD_SIZE is {}, but {} is not set: every rank needs RANK (from 0), WORLD_SIZE, MASTER_ADDR (the host of "
-        "rank 0) and MASTER_PORT (a free port there); unset WORLD_SIZE to start one rank",
-        variable("WORLD_SIZE"), variable("RANK") == nullptr ? "RANK" : "MASTER_ADDR");
+  } else if (has_one("PMI_SIZE", "PMI_RANK") && (has_mpi || !in_step)) {
+    launched = counted_by(variable, Over::kMpi, "PMI_SIZE", "PMI_RANK");
+  } else if (in_step) {
+    const bool over_mpi = has_mpi && has("PMIX_RANK");
+    launched = over_mpi ? counted_by(variable, Over::kMpi, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
+                        : named_by_slurm(variable);
+  } else if (has("PMIX_RANK")) {
+    return {.over = Over::kMpi, .size = 0, .rank = number_in(variable, "PMIX_RANK", 0), .variable = "PMIX_RANK"};
+  } else if (has("RANK") || (has("WORLD_SIZE") && text_in(variable, "WORLD_SIZE") != "1")) {
+    launched = named_by_variables(variable);
+  } else if (!has("WORLD_SIZE")) {
+    refuse_numbered_alone(variable);
   }
   return launched.size == 1 ? LaunchedAs{} : launched;
 }
@@ -146,14 +185,14 @@ std::string idle_in_job(const std::function<const char*(const char*)>& variable,
   constexpr const char* kAdvice = "start the run with srun --mpi=none, or on one host with --gpus or --ranks";
   // Of each pair one name is older.
   for (const char* name : {"SLURM_NTASKS", "SLURM_NPROCS"}) {
-    const int tasks = number_in(variable(name), 0);
+    const int tasks = number_in(variable, name, 0);
     if (tasks > ranks) {
       return fmt::format("the Slurm job has {} tasks ({}), and this run {} rank{}: {}", tasks, name, ranks,
                          ranks == 1 ? "" : "s", kAdvice);
     }
   }
   for (const char* name : {"SLURM_JOB_NUM_NODES", "SLURM_NNODES"}) {
-    const int hosts = number_in(variable(name), 0);
+    const int hosts = number_in(variable, name, 0);
     if (hosts > 1) {
       return fmt::format("the Slurm job has {} hosts ({}), and this run is on one of them: {}", hosts, name,
                          kAdvice);

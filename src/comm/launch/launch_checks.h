@@ -21,7 +21,7 @@ struct LaunchedAs {
 };
 // `variable(name)` returns its value or nullptr, as getenv does. Of several launchers mpirun counts first, then
 // RANK, WORLD_SIZE and MASTER_ADDR, then Slurm; processes of srun use MPI if `has_mpi` and Slurm has prepared it.
-// Throws Error(kBadInput) if the variables contradict each other.
+// Throws Error(kBadInput) if the variables contradict each other, or say only that there are several processes.
 LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, bool has_mpi);
 
 // What a run of `ranks` ranks, which no launcher has started, leaves idle of its batch job, and what to do; empty:

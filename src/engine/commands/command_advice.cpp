@@ -89,6 +89,18 @@ std::string_view advice_for(const CLI::App& command, std::string word) {
   return {};
 }
 
+// A message of CLI11's, in other words where it is about a value that no check has looked at.
+std::string plain(const std::string& message) {
+  const std::string_view converts = "Could not convert: ";
+  const size_t equals = message.find(" = "), colon = message.find(": ");
+  if (message.starts_with(converts) && equals != std::string::npos) {
+    const std::string option = message.substr(converts.size(), equals - converts.size());
+    return fmt::format("{}: got {}; it must be a whole number", option, message.substr(equals + 3));
+  }
+  if (message.ends_with(" missing")) return message.substr(0, colon) + ": has no value";
+  return message;
+}
+
 }  // namespace
 
 std::string describe_parse_error(const CLI::App& app, const CLI::ParseError& error,
@@ -97,7 +109,7 @@ std::string describe_parse_error(const CLI::App& app, const CLI::ParseError& err
   const CLI::App& command = given_command(app, name);
   const std::vector<std::string> unexpected = unexpected_words(app, arguments);
   if (unexpected.empty() || dynamic_cast<const CLI::ExtrasError*>(&error) == nullptr) {
-    return fmt::format("{}; see {} --help", error.what(), name);
+    return fmt::format("{}; see {} --help", plain(error.what()), name);
   }
   const std::string& first = unexpected.front();
   if (const std::string_view advice = advice_for(command, first); !advice.empty()) {

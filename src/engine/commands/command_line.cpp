@@ -41,6 +41,18 @@ const CLI::Validator kSeed(
       return fmt::format("got {}; it must be a whole number from 0 to 2^64 - 1", text);
     },
     "SEED");
+// Where CLI11's own check says that 1.5 is not in range 1 to 4096.
+CLI::Validator whole_number(int64_t least, int64_t most) {
+  return {[=](std::string& text) {
+            int64_t number = 0;
+            const auto [end, error] = std::from_chars(text.data(), text.data() + text.size(), number);
+            const bool is_whole = error == std::errc() && end == text.data() + text.size();
+            return is_whole && number >= least && number <= most
+                       ? std::string()
+                       : fmt::format("got {}; it must be a whole number from {} to {}", text, least, most);
+          },
+          fmt::format("INT in [{} - {}]", least, most)};
+}
 const CLI::Validator kGigabytes(
     [](std::string& text) {
       text = without_gigabytes(text);
@@ -86,7 +98,7 @@ void add_started_ranks(CLI::App& command, StartedRanks& started) {
   CLI::Option& ranks = *command.add_option("--ranks", started.ranks,
                                            "Start N ranks on this host, also on the CPU (docs/cluster.md)");
   for (CLI::Option* option : {&gpus, &ranks}) {
-    option->type_name("N")->check(CLI::Range(1, kMost))->default_str("");  // without it: this process alone
+    option->type_name("N")->check(whole_number(1, kMost))->default_str("");  // without it: this process alone
   }
   gpus.excludes(&ranks);
 }
@@ -113,7 +125,7 @@ void add_step_model(CLI::App& command, CLI::Option& measured, PlanOptions& optio
       ->type_name("FILE")
       ->needs(&measured);
   command.add_option("--nodes", options.nodes, "Number of nodes that the GPUs are in (default: 8 GPUs in each)")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
+      ->check(whole_number(1, int64_t{1} << 20))
       ->needs(&measured)
       ->default_str("");
   const auto add = [&](const char* name, double& value, const char* help) {
@@ -146,7 +158,7 @@ void add_plan(CLI::App& app, PlanOptions& options) {
       "step time.");
   add_config_options(command, options.config_path, options.overrides);
   command.add_option("--gpus", options.num_gpus, "Number of GPUs")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
+      ->check(whole_number(1, int64_t{1} << 20))
       ->capture_default_str();
   command
       .add_option("--memory-limit", options.memory_limit_gb,
@@ -186,7 +198,7 @@ void add_bench(CLI::App& app, BenchOptions& options) {
   add_config_options(command, options.config_path, options.overrides);
   add_started_ranks(command, options.started);
   command.add_option("--steps", options.steps, "Steps to time, after two warm-up steps")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20));
+      ->check(whole_number(1, int64_t{1} << 20));
   command.add_flag("--roofline", options.roofline,
                    "Also measure the least time this device could need for each op, and compare");
   CLI::Option& power = *command.add_flag(
@@ -205,7 +217,7 @@ void add_tune(CLI::App& app, TuneOptions& options) {
   add_config_options(command, options.config_path, options.overrides);
   command.add_option("--output", options.output, "File to write")->type_name("FILE")->required();
   command.add_option("--candidates", options.candidates, "Algorithms to try for each product")
-      ->check(CLI::Range(int64_t{1}, int64_t{1000}));
+      ->check(whole_number(1, 1000));
   command.add_option("--seconds", options.seconds, "Time limit of the measurement, in seconds")
       ->check(CLI::Range(1.0, 1e5));
 }
@@ -294,7 +306,7 @@ void add_generate(CLI::App& app, GenerateOptions& options) {
   command.add_option("--stop-token", options.stop_tokens, "Stop before this token id (may be repeated)")
       ->allow_extra_args(false);
   command.add_option("--batch", options.batch, "Prompts to continue at the same time")
-      ->check(CLI::Range(int64_t{1}, int64_t{1} << 20))
+      ->check(whole_number(1, int64_t{1} << 20))
       ->excludes(&chat);
   command.add_flag("--json", options.json, "Print JSON once all prompts are done")->excludes(&chat);
   command.add_option("--set", options.overrides, "Override a key of the checkpoint's config, e.g. device.kind=cpu")
@@ -473,7 +485,7 @@ void add_all(CLI::App& app, CommandLine& line) {
   app.require_subcommand(0, 1);  // with (1, 1) a misspelt command would be told only that one is required
   app.footer(kFooter);
   app.add_option("--threads", line.threads, "CPU threads, at most 4 for each core; 0: one for each core")
-      ->check(CLI::Range(0, 4096));
+      ->check(whole_number(0, 4096));
   add_train(app, line.train);
   add_plan(app, line.plan);
   add_eval(app, line.eval);
