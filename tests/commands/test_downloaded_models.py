@@ -1,5 +1,5 @@
 """parka import of folders as other tools leave them: pointers of Git LFS in place of files, a shared matrix under its other name,
-sizes that are written as floats, folders that lie one level off."""
+sizes that are written as floats, folders that lie one level off, values that no trained model has."""
 import json
 import os
 import shutil
@@ -217,6 +217,100 @@ class Floats(Downloaded):
             self.edit(model, lambda config: config.update({key: value}))
             with self.subTest(key, value=value):
                 self.refuse("config.json", key, written, arguments=[model])
+
+
+class Values(Downloaded):
+    """Files of the right form, whose values are not those of a model. All tensors are in one file, in fp32."""
+    QUERY, UP, DOWN = (f"model.layers.1.{name}.weight" for name in ("self_attn.q_proj", "mlp.up_proj", "mlp.down_proj"))
+
+    def setUp(self):
+        super().setUp()
+        self.model = self.use("huggingface/llama_mha")
+        self.file = f"{self.model}/model.safetensors"
+
+    def change(self, name, change):
+        tensors = read_tensors(self.file)
+        dtype, shape, data = tensors[name]
+        tensors[name] = dtype, shape, change(data)
+        write_tensors(self.file, tensors)
+
+    def test_not_finite(self):
+        for name in (self.QUERY, EMBEDDING, "model.norm.weight"):
+            for bits in (b"\0\0\xc0\x7f", b"\0\0\x80\xff"):  # NaN, and less than everything
+                self.model = self.use("huggingface/llama_mha")
+                self.change(name, lambda data, bits=bits: data[:8] + bits + data[12:])
+                with self.subTest(name, bits=bits):
+                    self.refuse("model.safetensors", name, arguments=[self.model])
+
+    def test_a_tensor_of_zeros(self):
+        for name in (self.QUERY, self.UP, EMBEDDING, "lm_head.weight", "model.norm.weight"):
+            self.model = self.use("huggingface/llama_mha")
+            self.change(name, lambda data: bytes(len(data)))
+            with self.subTest(name):
+                self.refuse("model.safetensors", name, arguments=[self.model])
+
+    def test_holes(self):
+        with open(self.file, "rb") as file:
+            content = file.read()
+        page, size = 4096, len(content)
+        for begin, end in ((2 * page, 3 * page), (10 * page, 11 * page), (8 * page, 16 * page), (size - page, size), (size - 30001, size), (30001, 70001)):
+            put(self.file, content[:begin] + bytes(end - begin) + content[end:])
+            with self.subTest(begin=begin, end=end):
+                self.refuse("model.safetensors", "download", arguments=[self.model])
+
+    def test_zeros_that_padding_and_new_blocks_have(self):
+        """Rows of a vocabulary without a word; of others a line warns."""
+        for name, change, warns in ((EMBEDDING, lambda data: data[:-5120] + bytes(5120), False), (self.DOWN, lambda data: bytes(len(data)), True),
+                                    (self.UP, lambda data: data[:4096] + bytes(4096), True)):
+            self.model = self.use("huggingface/llama_mha")
+            self.change(name, change)
+            with self.subTest(name):
+                result = self.import_model(self.model)
+                assert_ended_well(self, result)
+                self.assertEqual(name in result.stderr, warns, result.stderr)
+
+    def test_an_adapter_that_could_not_train(self):
+        assert_ended_well(self, self.import_model(self.model, out="base"))
+        adapters = self.use("peft", "adapters")
+        self.file = f"{adapters}/adapter_model.safetensors"
+        name = next(name for name in read_tensors(self.file) if "lora_A" in name)
+        self.change(name, lambda data: bytes(len(data)))
+        self.refuse(name, arguments=[adapters, "--base", self.path("base")])
+        adapters = self.use("peft", "adapters")
+        self.change(name.replace("lora_A", "lora_B"), lambda data: bytes(len(data)))
+        assert_ended_well(self, self.import_model(adapters, "--base", self.path("base")))
+
+    def test_a_file_that_was_cut(self):
+        size = os.path.getsize(self.file)
+        for left in (size - 1, size // 2):
+            os.truncate(self.file, left)
+            with self.subTest(left=left):
+                self.refuse("model.safetensors", str(left), str(size), arguments=[self.model])
+
+    def test_prefixes_of_wrappers(self):
+        tensors = read_tensors(self.file)
+        for prefix in ("_orig_mod.", "module.", "model.", "module._orig_mod."):
+            write_tensors(self.file, {prefix + name: tensor for name, tensor in tensors.items()})
+            with self.subTest(prefix):
+                self.refuse(f'"{prefix}"', EMBEDDING, arguments=[self.model])
+        write_tensors(self.file, {name.replace("layers.0.", "layers.0._orig_mod."): tensor for name, tensor in tensors.items()})
+        self.refuse('"_orig_mod."', arguments=[self.model])
+
+    def test_an_end_token_that_the_tokenizer_lacks(self):
+        def tokens(config, tokenizer):
+            put(f"{self.model}/tokenizer_config.json", json.dumps(config).encode())
+            put(f"{self.model}/tokenizer.json", json.dumps(tokenizer).encode())
+            result = self.import_model(self.model)
+            assert_ended_well(self, result)
+            return "eos_token" in result.stderr
+
+        tokenizer = {"added_tokens": [{"id": 3, "content": "<\u2581end>"}], "model": {"vocab": {"a": 0}}}
+        self.assertFalse(tokens({"eos_token": "<\u2581end>"}, tokenizer))
+        self.assertFalse(tokens({"eos_token": {"content": "a"}}, tokenizer))
+        self.assertFalse(tokens({"eos_token": None}, tokenizer))
+        self.assertFalse(tokens({"eos_token": "<new>", "added_tokens_decoder": {"4": {"content": "<new>"}}}, tokenizer))
+        self.assertTrue(tokens({"eos_token": "<other>"}, tokenizer))
+        self.assertTrue(tokens({"eos_token": {"content": "<other>"}}, tokenizer))
 
 
 class OneLevelOff(Downloaded):

@@ -1,4 +1,4 @@
-"""What the start of a run says of ranks: of tasks of a batch job that one rank leaves idle, and whom a rank waits for."""
+"""What the start of a run says of ranks: of tasks of a batch job that one rank leaves idle, and whom a rank waits for; and of weights that stay random."""
 import contextlib
 import os
 import re
@@ -56,6 +56,22 @@ class OneRank(TokenRuns):
                 self.assertNotIn(" tasks", result.stderr, shown(result))
                 if not options:
                     self.assertEqual(len(result.stderr.splitlines()), len(plain.stderr.splitlines()), shown(plain) + shown(result))
+
+
+class RandomWeights(TokenRuns):
+    def test_what_is_added_to_random_weights_is_told_of(self):
+        config = self.write_config(self.config([self.write("ids.npy", random_ids(500, 256))], 256))
+        for command in ("train", "check"):
+            def said(*options, command=command):
+                self.forget_run()
+                result = parka("train", config, *options) if command == "train" else parka("config", "check", config, *options)
+                assert_ended_well(self, result)
+                return "checkpoint.init_from" in result.stderr
+
+            with self.subTest(command):
+                self.assertFalse(said())
+                self.assertTrue(said("--set", "finetune.method=lora"))
+                self.assertTrue(said("--set", "optimizer.frozen=[\"blocks.0.*\"]"))
 
 
 @contextlib.contextmanager

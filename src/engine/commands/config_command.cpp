@@ -3,15 +3,19 @@
 #include "engine/commands/commands.h"
 #include "engine/config/config_io.h"
 #include "engine/config/data_sources.h"
+#include "engine/config/finetune_config.h"
 
 namespace parka {
 
 int run_config(const ConfigOptions& options) {
   switch (options.action) {
-    case ConfigOptions::Action::kCheck:
-      check_present_files(load_config(options.config_path, options.overrides));
+    case ConfigOptions::Action::kCheck: {
+      const Config config = load_config(options.config_path, options.overrides);
+      check_present_files(config);
+      warn_of_random_weights(config);
       std::printf("%s: valid\n", options.config_path.c_str());
       return 0;
+    }
     case ConfigOptions::Action::kShow:
       std::printf("%s\n", to_json(load_config(options.config_path, options.overrides)).dump(2).c_str());
       return 0;

@@ -4,6 +4,7 @@
 #include <map>
 
 #include "core/error.h"
+#include "core/log/log.h"
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/commands/commands.h"
 #include "engine/config/config_io.h"
@@ -19,6 +20,7 @@
 #include "engine/huggingface/llava_tensors.h"
 #include "engine/huggingface/peft_import.h"
 #include "engine/huggingface/unread_weights.h"
+#include "engine/huggingface/value_check.h"
 #include "engine/training/progress.h"
 #include "model/vision/projector.h"
 #include "model/vision/vision_tower.h"
@@ -79,6 +81,12 @@ class Importer {
       }
     }
     if (has_tower()) write_unread_weights(draft);
+    if (!with_zeros_.empty()) {
+      log_warning(
+          "{}: has rows of zeros in {} of its matrices, first in {}; download it again, unless it was padded, "
+          "pruned or given new blocks",
+          source_.config_path, with_zeros_.size(), with_zeros_.front());
+    }
     sync_directory(draft / kHuggingFaceFolder);
     write_new_file(draft / "config.json", training_config(out));
     write_new_file(draft / std::string(kManifestName), encode_manifest(manifest));
@@ -234,9 +242,12 @@ class Importer {
   void copy(const HuggingFaceWeights::Place& source, DType dtype, OutputFile& file) const {
     std::vector<std::byte> bytes;
     std::vector<float> values;
+    ValueCheck check = check_of(source);
     if (const auto found = quantized_.find(source.entry.name); found != quantized_.end()) {
       values = decode_bitsandbytes(source_.weights, found->second, source.entry.dtype,
                                    num_elements_of(source.entry.shape));
+      check.add(DType::kF32, std::as_bytes(std::span(values)));
+      end(check, source);
       bytes.resize(values.size() * static_cast<size_t>(size_of(dtype)));
       encode_floats(values, dtype, bytes);
       file.write(bytes);
@@ -245,6 +256,7 @@ class Importer {
     for (int64_t begin = 0; begin < source.entry.num_bytes; begin += kPieceBytes) {
       bytes.resize(static_cast<size_t>(std::min(kPieceBytes, source.entry.num_bytes - begin)));
       source_.weights.files[source.file].read(source.entry.offset + begin, bytes);
+      check.add(source.entry.dtype, bytes);
       if (source.entry.dtype == dtype) {
         file.write(bytes);
       } else {
@@ -253,6 +265,20 @@ class Importer {
         file.write(std::as_bytes(std::span(values)));
       }
     }
+    end(check, source);
+  }
+
+  // Norms of some families add one to their weights.
+  ValueCheck check_of(const HuggingFaceWeights::Place& place) const {
+    const bool is_offset = place.entry.shape.size() < 2 && model().norm_unit_offset;
+    const bool may_be_zero = is_offset || place.entry.shape.empty() || may_begin_as_zeros(place.entry.name);
+    return {source_.weights.files[place.file], place.entry, may_be_zero};
+  }
+
+  void end(ValueCheck& check, const HuggingFaceWeights::Place& place) const {
+    const std::string& name = place.entry.name;
+    const bool is_table = name.find("embed") != std::string::npos || name.find("lm_head") != std::string::npos;
+    if (check.finish() && place.entry.shape.size() > 1 && !is_table) with_zeros_.push_back(name);
   }
 
   // Writes the values with which a run would begin for a parameter that the files do not have, and the further rows
@@ -297,6 +323,9 @@ class Importer {
     const SafetensorsEntry& entry = source.place->entry;
     std::vector<std::byte> bytes(static_cast<size_t>(entry.num_bytes));
     source_.weights.files[source.place->file].read(entry.offset, bytes);
+    ValueCheck check = check_of(*source.place);
+    check.add(entry.dtype, bytes);
+    end(check, *source.place);
     std::vector<float> values(static_cast<size_t>(num_elements_of(entry.shape))), row(static_cast<size_t>(columns));
     decode_floats(entry.dtype, bytes, values);
     std::vector<std::byte> encoded(row.size() * static_cast<size_t>(size_of(dtype)));
@@ -379,6 +408,7 @@ class Importer {
   std::map<std::string, HuggingFaceWeights::Place> unread_;        // of its tower, by names behind those of that
   std::unordered_map<std::string, BitsAndBytesWeight> quantized_;  // by the name of their tensor
   std::vector<Target> targets_;
+  mutable std::vector<std::string> with_zeros_;  // names of matrices
 };
 
 int import_adapter(const ImportOptions& options) {

@@ -17,6 +17,7 @@
 #include "engine/commands/version.h"
 #include "engine/config/config_io.h"
 #include "engine/config/distributed_config.h"
+#include "engine/config/finetune_config.h"
 #include "engine/config/given_keys.h"
 #include "engine/evaluation/evaluation_suite.h"
 #include "engine/evaluation/inference_run.h"
@@ -286,6 +287,7 @@ class TrainCommand {
     const std::string& source = config_.checkpoint.init_from;
     if (source.empty()) {
       run_.initialize();
+      warn_of_random_weights(config_);
       log_info("starting a new run in {}", config_.checkpoint.folder);
       return;
     }

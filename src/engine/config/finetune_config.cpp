@@ -7,6 +7,7 @@
 #include <fmt/ranges.h>
 
 #include "core/error.h"
+#include "core/log/log.h"
 #include "engine/config/config_io.h"
 #include "engine/config/config_table.h"
 
@@ -156,6 +157,15 @@ void check_finetune(const Config& c) {
     if (std::ranges::count(defaults.targets, target) > 0) continue;
     throw_bad_input("finetune.targets holds \"{}\"; wanted some of {}", target, fmt::join(defaults.targets, ", "));
   }
+}
+
+void warn_of_random_weights(const Config& config) {
+  const bool is_added = config.finetune.method != FinetuneMethod::kFull;
+  if (!config.checkpoint.init_from.empty() || (!is_added && config.optimizer.frozen.empty())) return;
+  log_warning(
+      "{} leaves weights as they begin, and without checkpoint.init_from they begin at random; give it a checkpoint, "
+      "such as parka import writes",
+      is_added ? fmt::format("finetune.method = {}", name_of(config.finetune.method)) : "optimizer.frozen");
 }
 
 }  // namespace parka

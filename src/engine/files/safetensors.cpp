@@ -78,14 +78,14 @@ class EntryParser {
   EntryParser(const std::string& name, const json& value, std::string_view file)
       : name_(name), value_(value), where_(fmt::format("{}: tensor \"{}\"", file, printable(name))) {}
 
-  SafetensorsEntry parse(int64_t header_bytes, int64_t data_bytes) const {
+  SafetensorsEntry parse(int64_t header_bytes) const {
     if (!value_.is_object() || value_.size() != 3) {
       throw_bad_input("{}: must be an object of dtype, shape and data_offsets", where_);
     }
     SafetensorsEntry entry{.name = name_, .dtype = dtype(), .shape = integers("shape")};
     const std::vector<int64_t> range = integers("data_offsets");
-    if (range.size() != 2 || range[0] > range[1] || range[1] > data_bytes) {
-      throw_bad_input("{}: data_offsets do not lie in the file's {} bytes of data", where_, data_bytes);
+    if (range.size() != 2 || range[0] > range[1] || range[1] > INT64_MAX - header_bytes) {
+      throw_bad_input("{}: data_offsets are no first byte and end of bytes in a file", where_);
     }
     entry.offset = header_bytes + range[0];
     entry.num_bytes = range[1] - range[0];
@@ -141,7 +141,7 @@ std::map<std::string, std::string> parse_metadata(const json& value, std::string
   return metadata;
 }
 
-// Sorts the tensors by position and checks that they fill the file's data exactly.
+// Sorts the tensors by position and checks that they fill the file's data exactly; `file_bytes` may be any.
 void check_layout(SafetensorsHeader& header, int64_t file_bytes, std::string_view where) {
   // An empty tensor has the offset of its successor and must come before it.
   const auto position = [](const SafetensorsEntry& e) { return std::tie(e.offset, e.num_bytes, e.name); };
@@ -155,7 +155,12 @@ void check_layout(SafetensorsHeader& header, int64_t file_bytes, std::string_vie
     }
     end += entry.num_bytes;
   }
-  if (end != file_bytes) throw_bad_input("{}: tensors end at byte {}, the file at {}", where, end, file_bytes);
+  if (file_bytes == kAnyFileBytes || end == file_bytes) return;
+  if (file_bytes < end) {
+    throw_bad_input("{}: cut short: has {} of {} bytes; download it again, or copy it again", where, file_bytes,
+                    end);
+  }
+  throw_bad_input("{}: tensors end at byte {}, the file at {}", where, end, file_bytes);
 }
 
 }  // namespace
@@ -218,7 +223,7 @@ std::string encode_safetensors_header(const std::vector<SafetensorsEntry>& tenso
 }
 
 SafetensorsHeader parse_safetensors_header(ByteSpan start, int64_t file_bytes, std::string_view where) {
-  const int64_t length = decode_length(start, file_bytes, where);
+  const int64_t length = decode_length(start, file_bytes == kAnyFileBytes ? INT64_MAX : file_bytes, where);
   const ByteSpan bytes = start.subspan(kLengthBytes);
   if (static_cast<int64_t>(bytes.size()) < length) throw_bad_input("{}: ends inside its header", where);
   const std::string_view text(reinterpret_cast<const char*>(bytes.data()), static_cast<size_t>(length));
@@ -231,8 +236,7 @@ SafetensorsHeader parse_safetensors_header(ByteSpan start, int64_t file_bytes, s
     if (name == kMetadataKey) {
       header.metadata = parse_metadata(value, where);
     } else {
-      header.tensors.push_back(
-          EntryParser(name, value, where).parse(header.num_bytes, file_bytes - header.num_bytes));
+      header.tensors.push_back(EntryParser(name, value, where).parse(header.num_bytes));
     }
   }
   check_layout(header, file_bytes, where);

@@ -78,8 +78,10 @@ std::string encode_safetensors_header(const std::vector<SafetensorsEntry>& tenso
 std::string with_header_length(std::string_view header_text);
 
 // Reads a header. `start` is the file's beginning, at least to the end of the header; `file_bytes` is the size of
-// the whole file. For any bytes, either every tensor of the result lies inside the file, none overlap and no byte
-// is left over; or it throws Error(kBadInput), whose message begins with `where`.
+// the whole file; kAnyFileBytes: as large as the header says. For any bytes, either every tensor of the result lies
+// inside the file, none overlap and no byte is left over; or it throws Error(kBadInput), whose message begins with
+// `where`.
+constexpr int64_t kAnyFileBytes = -1;
 SafetensorsHeader parse_safetensors_header(ByteSpan start, int64_t file_bytes, std::string_view where);
 SafetensorsHeader read_safetensors_header(const InputFile& file);
 // The same through `read`, which fills its second argument from an offset in the file on.

@@ -23,6 +23,7 @@
 #include "engine/files/json_text.h"
 #include "engine/huggingface/huggingface_weights.h"
 #include "engine/huggingface/peft_adapter.h"
+#include "engine/huggingface/value_check.h"
 
 namespace parka {
 namespace {
@@ -107,7 +108,7 @@ std::vector<HostTensor> read_tensors(const std::string& folder, const Config& co
   for (const PeftTensor& wanted : peft_tensors(config, choose_family(config.model, "", nullptr, base))) {
     const ParameterInfo& p = wanted.parameter;
     const auto found = entries.find(wanted.name);
-    if (found == entries.end()) throw_bad_input("{}: lacks {}", file.path(), wanted.name);
+    if (found == entries.end()) refuse_missing(file.path(), wanted.name, names_in(entries));
     const SafetensorsEntry& entry = found->second;
     if (!is_plain_float(entry.dtype) || entry.shape != std::vector<int64_t>{p.rows, p.cols}) {
       throw_bad_input("{}: {} is {} [{}], floats [{}, {}] are wanted", file.path(), printable(entry.name),
@@ -117,9 +118,9 @@ std::vector<HostTensor> read_tensors(const std::string& folder, const Config& co
     file.read(entry.offset, bytes);
     std::vector<float> values(static_cast<size_t>(p.numel()));
     decode_floats(entry.dtype, bytes, values);
-    if (!all_finite(values)) {
-      throw_bad_input("{}: {} holds NaN or infinite values", file.path(), printable(entry.name));
-    }
+    ValueCheck check(file, entry, /*may_be_zero=*/wanted.name.find("lora_B") != std::string::npos);
+    check.add(entry.dtype, bytes);
+    check.finish();
     HostTensor tensor{p.name, DType::kF32, {p.rows, p.cols}, {}};
     const std::span<const std::byte> exact = std::as_bytes(std::span(values));
     tensor.bytes.assign(exact.begin(), exact.end());
