@@ -92,6 +92,16 @@ std::vector<TensorNames::InBlock> with_biases(const std::vector<TensorNames::InB
   return all;
 }
 
+// In front of each branch.
+std::vector<TensorNames::InBlock> norms_in_front() {
+  return {{BlockTensor::kAttentionNorm, "input_layernorm.weight"},
+          {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"}};
+}
+
+std::vector<TensorNames::InBlock> qk_norms() {
+  return {{BlockTensor::kQueryNorm, "self_attn.q_norm.weight"}, {BlockTensor::kKeyNorm, "self_attn.k_norm.weight"}};
+}
+
 HuggingFaceFamily llama_family() {
   return {
       .model_type = "llama",
@@ -103,114 +113,71 @@ HuggingFaceFamily llama_family() {
                 .init = InitKind::kNormal},
       .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6}}),
       .fixed_keys = fixed_keys({{"mlp_bias", {false}, Presence::kWritten}, kNoWindow}),
-      .tensors = {.in_block = tensors_in_block({
-                      {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
-                      {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
-                  }),
-                  .final_norm = "model.norm.weight"},
+      .tensors = {.in_block = tensors_in_block(norms_in_front()), .final_norm = "model.norm.weight"},
   };
 }
 
 // A window is that of all layers.
 HuggingFaceFamily mistral_family() {
-  return {
-      .model_type = "mistral",
-      .architecture = "MistralForCausalLM",
-      .fixed = {.norm = NormKind::kRmsNorm,
-                .norm_placement = NormPlacement::kBefore,
-                .qk_norm = QkNormKind::kNone,
-                .qkv_bias = false,
-                .init = InitKind::kNormal},
-      .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
-                          IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads, 8, false, 0},
-                          IntegerKey{"sliding_window", &ModelConfig::sliding_window, 4096, false, 0}}),
-      .fixed_keys = fixed_keys({{"attention_bias", {false}}}),
-      .max_positions = 131072,
-      .tensors = {.in_block = tensors_in_block({
-                      {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
-                      {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
-                  }),
-                  .final_norm = "model.norm.weight"},
-  };
+  HuggingFaceFamily family = llama_family();
+  family.model_type = "mistral";
+  family.architecture = "MistralForCausalLM";
+  family.keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
+                            IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads, 8, false, 0},
+                            IntegerKey{"sliding_window", &ModelConfig::sliding_window, 4096, false, 0}});
+  family.fixed_keys = fixed_keys({{"attention_bias", {false}}});
+  family.max_positions = 131072;
+  return family;
 }
 
 // Qwen2 and Qwen2.5. transformers takes 32 where num_key_value_heads is absent; published models have it. They
 // also have a sliding_window, which means nothing unless use_sliding_window is true.
 HuggingFaceFamily qwen2_family() {
-  return {
-      .model_type = "qwen2",
-      .architecture = "Qwen2ForCausalLM",
-      .fixed = {.norm = NormKind::kRmsNorm,
-                .norm_placement = NormPlacement::kBefore,
-                .qk_norm = QkNormKind::kNone,
-                .qkv_bias = true,
-                .init = InitKind::kNormal},
-      .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
-                          IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads},
-                          IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0, /*omitted_if_otherwise=*/true}}),
-      .fixed_keys =
-          fixed_keys_without({"attention_bias"}, fixed_keys({{"use_sliding_window", {false}, Presence::kWritten}})),
-      .max_positions = 32768,
-      .tensors = {.in_block = with_biases(tensors_in_block({
-                      {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
-                      {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
-                  })),
-                  .final_norm = "model.norm.weight"},
-  };
+  HuggingFaceFamily family = llama_family();
+  family.model_type = "qwen2";
+  family.architecture = "Qwen2ForCausalLM";
+  family.fixed.qkv_bias = true;
+  family.keys =
+      model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
+                  IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads},
+                  IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0, /*omitted_if_otherwise=*/true}});
+  family.fixed_keys =
+      fixed_keys_without({"attention_bias"}, fixed_keys({{"use_sliding_window", {false}, Presence::kWritten}}));
+  family.max_positions = 32768;
+  family.tensors.in_block = with_biases(family.tensors.in_block);
+  return family;
 }
 
 // transformers takes 128 and 32 where head_dim and num_key_value_heads are absent; published models have both.
 HuggingFaceFamily qwen3_family() {
-  return {
-      .model_type = "qwen3",
-      .architecture = "Qwen3ForCausalLM",
-      .fixed = {.norm = NormKind::kRmsNorm,
-                .norm_placement = NormPlacement::kBefore,
-                .qk_norm = QkNormKind::kPerHead,
-                .qkv_bias = false,
-                .init = InitKind::kNormal},
-      .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
-                          IntegerKey{"head_dim", &ModelConfig::given_head_dim},
-                          IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads}}),
-      .fixed_keys = fixed_keys({{"use_sliding_window", {false}, Presence::kWritten}}),
-      .max_positions = 32768,
-      .tensors = {.in_block = tensors_in_block(
-                      {
-                          {BlockTensor::kAttentionNorm, "input_layernorm.weight"},
-                          {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"},
-                      },
-                      {
-                          {BlockTensor::kQueryNorm, "self_attn.q_norm.weight"},
-                          {BlockTensor::kKeyNorm, "self_attn.k_norm.weight"},
-                      }),
-                  .final_norm = "model.norm.weight"},
-  };
+  HuggingFaceFamily family = llama_family();
+  family.model_type = "qwen3";
+  family.architecture = "Qwen3ForCausalLM";
+  family.fixed.qk_norm = QkNormKind::kPerHead;
+  family.keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
+                            IntegerKey{"head_dim", &ModelConfig::given_head_dim},
+                            IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads}});
+  family.fixed_keys = fixed_keys({{"use_sliding_window", {false}, Presence::kWritten}});
+  family.max_positions = 32768;
+  family.tensors.in_block = tensors_in_block(norms_in_front(), qk_norms());
+  return family;
 }
 
 // post_attention_layernorm is behind attention here, not in front of the MLP. head_dim is as with OLMo v1.
 HuggingFaceFamily olmo2_family() {
-  return {
-      .model_type = "olmo2",
-      .architecture = "Olmo2ForCausalLM",
-      .fixed = {.norm = NormKind::kRmsNorm,
-                .norm_placement = NormPlacement::kAfter,
-                .qk_norm = QkNormKind::kFull,
-                .qkv_bias = false,
-                .init = InitKind::kNormal},
-      .keys = model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-5},
-                          IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0, /*omitted_if_otherwise=*/true}}),
-      .fixed_keys = fixed_keys({kNoWindow}),
-      .tensors = {.in_block = tensors_in_block(
-                      {
-                          {BlockTensor::kAttentionPostNorm, "post_attention_layernorm.weight"},
-                          {BlockTensor::kFfnPostNorm, "post_feedforward_layernorm.weight"},
-                      },
-                      {
-                          {BlockTensor::kQueryNorm, "self_attn.q_norm.weight"},
-                          {BlockTensor::kKeyNorm, "self_attn.k_norm.weight"},
-                      }),
-                  .final_norm = "model.norm.weight"},
-  };
+  HuggingFaceFamily family = llama_family();
+  family.model_type = "olmo2";
+  family.architecture = "Olmo2ForCausalLM";
+  family.fixed.norm_placement = NormPlacement::kAfter;
+  family.fixed.qk_norm = QkNormKind::kFull;
+  family.keys =
+      model_keys({RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-5},
+                  IntegerKey{"head_dim", &ModelConfig::given_head_dim, 0, /*omitted_if_otherwise=*/true}});
+  family.fixed_keys = fixed_keys({kNoWindow});
+  family.tensors.in_block = tensors_in_block({{BlockTensor::kAttentionPostNorm, "post_attention_layernorm.weight"},
+                                              {BlockTensor::kFfnPostNorm, "post_feedforward_layernorm.weight"}},
+                                             qk_norms());
+  return family;
 }
 
 // OLMo 2 with windows, in three of four layers where there is no list of layer_types.
@@ -262,10 +229,7 @@ HuggingFaceFamily gemma3_family() {
                           {BlockTensor::kFfnNorm, "pre_feedforward_layernorm.weight"},
                           {BlockTensor::kFfnPostNorm, "post_feedforward_layernorm.weight"},
                       },
-                      {
-                          {BlockTensor::kQueryNorm, "self_attn.q_norm.weight"},
-                          {BlockTensor::kKeyNorm, "self_attn.k_norm.weight"},
-                      }),
+                      qk_norms()),
                   .final_norm = "model.norm.weight"},
   };
 }
