@@ -247,10 +247,8 @@ class Importer {
       values = decode_bitsandbytes(source_.weights, found->second, source.entry.dtype,
                                    num_elements_of(source.entry.shape));
       check.add(DType::kF32, std::as_bytes(std::span(values)));
+      write_values(values, dtype, file);
       end(check, source);
-      bytes.resize(values.size() * static_cast<size_t>(size_of(dtype)));
-      encode_floats(values, dtype, bytes);
-      file.write(bytes);
       return;
     }
     for (int64_t begin = 0; begin < source.entry.num_bytes; begin += kPieceBytes) {
@@ -266,6 +264,12 @@ class Importer {
       }
     }
     end(check, source);
+  }
+
+  static void write_values(std::span<const float> values, DType dtype, OutputFile& file) {
+    std::vector<std::byte> bytes(values.size() * static_cast<size_t>(size_of(dtype)));
+    encode_floats(values, dtype, bytes);
+    file.write(bytes);
   }
 
   // Norms of some families add one to their weights.
@@ -284,15 +288,9 @@ class Importer {
   // Writes the values with which a run would begin for a parameter that the files do not have, and the further rows
   // of a table that has more than the files: each is the mean of theirs.
   void write_made_rows(const Target& target, OutputFile& file) const {
-    std::vector<std::byte> bytes;
-    const auto write = [&](std::span<const float> values) {
-      bytes.resize(values.size() * static_cast<size_t>(size_of(target.entry.dtype)));
-      encode_floats(values, target.entry.dtype, bytes);
-      file.write(bytes);
-    };
     if (target.sources.empty()) {
       constexpr uint64_t kSeed = 1;
-      write(initial_weight(model(), table_, target.parameter, kSeed));
+      write_values(initial_weight(model(), table_, target.parameter, kSeed), target.entry.dtype, file);
       return;
     }
     const SafetensorsEntry& stored = target.sources.front().place->entry;
@@ -300,7 +298,8 @@ class Importer {
         target.sources.size() == 1 && stored.shape.size() == 2 && stored.shape.front() < target.entry.shape.front();
     if (!grows) return;
     const std::vector<float> mean = mean_row(*target.sources.front().place);
-    for (int64_t row = stored.shape.front(); row < target.entry.shape.front(); ++row) write(mean);
+    for (int64_t row = stored.shape.front(); row < target.entry.shape.front(); ++row)
+      write_values(mean, target.entry.dtype, file);
   }
 
   std::vector<float> mean_row(const HuggingFaceWeights::Place& place) const {
@@ -328,11 +327,9 @@ class Importer {
     end(check, *source.place);
     std::vector<float> values(static_cast<size_t>(num_elements_of(entry.shape))), row(static_cast<size_t>(columns));
     decode_floats(entry.dtype, bytes, values);
-    std::vector<std::byte> encoded(row.size() * static_cast<size_t>(size_of(dtype)));
     for (auto begin = values.cbegin(); begin != values.cend(); begin += source.columns) {
       std::copy_n(begin, source.columns, row.begin());
-      encode_floats(row, dtype, encoded);
-      file.write(encoded);
+      write_values(row, dtype, file);
     }
   }
 
