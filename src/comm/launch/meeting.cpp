@@ -21,23 +21,6 @@ constexpr const char *kWelcome = "welcome", *kTaken = "taken", *kProve = "prove"
 // To those who have no secret where one is needed, or one where none is known.
 constexpr const char *kNeedsSecret = "needs_secret", *kKnowsNoSecret = "knows_no_secret";
 
-}  // namespace
-
-std::string random_token() {
-  std::random_device device;
-  return fmt::format("{:08x}{:08x}", device(), device());
-}
-
-std::string host_key() {
-  std::array<char, 256> name{};
-  ::gethostname(name.data(), name.size() - 1);
-  std::string boot;
-  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
-  return fmt::format("{}/{}", name.data(), boot);
-}
-
-namespace {
-
 using Ranks = std::vector<std::unique_ptr<LineSocket>>;
 
 // The text by which both sides prove that they know the secret: it is never the same twice.
@@ -195,6 +178,19 @@ void introduce(Connection& to, const RankWord& word, int rank, int other) {
 }
 
 }  // namespace
+
+std::string random_token() {
+  std::random_device device;
+  return fmt::format("{:08x}{:08x}", device(), device());
+}
+
+std::string host_key() {
+  std::array<char, 256> name{};
+  ::gethostname(name.data(), name.size() - 1);
+  std::string boot;
+  std::ifstream("/proc/sys/kernel/random/boot_id") >> boot;
+  return fmt::format("{}/{}", name.data(), boot);
+}
 
 std::string missing_ranks(const Ranks& ranks, int first) {
   constexpr int kShown = 16;

@@ -249,10 +249,6 @@ double TcpTransport::max(double value) {
   return largest;
 }
 
-}  // namespace
-
-namespace {
-
 std::unique_ptr<LineSocket> reach_rank_0(const MeetingPlace& place, int rank, int size, const WaitTimes& times) {
   const RankAddress to{.rank = 0,
                        .addresses = place.addresses,
