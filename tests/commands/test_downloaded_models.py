@@ -351,6 +351,9 @@ class OneLevelOff(Downloaded):
                     self.assertEqual(self.imported(*before, cache, *behind), want)
                 else:
                     assert_refused(self, result, cache, "snapshots")
+        cache = self.path("models--org--model")
+        assert_ended_well(self, parka("export", self.path("base"), "--like", cache, "--out", self.path("exported")))
+        assert_refused(self, parka("eval", cache), f"parka import {cache}")
 
 
 if __name__ == "__main__":

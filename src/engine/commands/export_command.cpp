@@ -24,6 +24,7 @@
 #include "engine/huggingface/bitsandbytes.h"
 #include "engine/huggingface/huggingface_config.h"
 #include "engine/huggingface/huggingface_origin.h"
+#include "engine/huggingface/import_source.h"
 #include "engine/huggingface/llava_config.h"
 #include "engine/huggingface/llava_tensors.h"
 #include "engine/huggingface/peft_adapter.h"
@@ -83,7 +84,7 @@ class Exporter {
     }
     model_ = config_.model;
     if (model_.vision.exists()) choose_tower();
-    if (!options.like.empty()) origin_ = open_origin(options.like);
+    if (!options.like.empty()) origin_ = HuggingFaceOrigin{model_folder_of(options.like), {}};
     if (origin_) std::tie(origin_text_, origin_config_) = read_config(*origin_);
     if (origin_ && !(is_vila_ && options.like.empty())) {  // VILA's own config.json is of no family
       original_ =

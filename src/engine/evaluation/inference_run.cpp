@@ -66,7 +66,8 @@ LoadedCheckpoint open_checkpoint(const std::string& path, const std::vector<std:
   auto newest = load_newest(
       path, [](const std::string& message) { log_line(LogLevel::kWarning, message); }, group);
   if (newest) return whole(std::move(*newest));
-  if (file_exists(path + "/model.safetensors") || file_exists(path + "/model.safetensors.index.json")) {
+  const char* const of_models[] = {"/model.safetensors", "/model.safetensors.index.json", "/snapshots"};
+  if (std::ranges::any_of(of_models, [&](const char* name) { return file_exists(path + name); })) {
     throw_bad_input("{}: is a Hugging Face model; `parka import {} --out NEW` makes a checkpoint of it", path,
                     path);
   }

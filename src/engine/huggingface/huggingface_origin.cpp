@@ -159,12 +159,4 @@ void keep_origin(const std::string& run_folder, const std::string& init_from) {
   }
 }
 
-HuggingFaceOrigin open_origin(const std::string& folder) {
-  if (!file_exists(fs::path(folder) / kHuggingFaceConfigName)) {
-    throw_bad_input("{}: has no {}, so it is not the folder of a Hugging Face model", folder,
-                    kHuggingFaceConfigName);
-  }
-  return {folder, {}};
-}
-
 }  // namespace parka

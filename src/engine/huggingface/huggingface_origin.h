@@ -46,7 +46,4 @@ std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const nloh
 // already. A run does not end because this cannot be done. For the rank that has locked the folder.
 void keep_origin(const std::string& run_folder, const std::string& init_from);
 
-// A folder named on the command line as origin. Throws Error(kBadInput) if it has no config.json.
-HuggingFaceOrigin open_origin(const std::string& folder);
-
 }  // namespace parka
