@@ -21,6 +21,7 @@
 
 #include "comm/launch/launch.h"
 #include "comm/mpi_transport.h"
+#include "core/heartbeat.h"
 #include "core/log/log.h"
 #include "core/parallel.h"
 #include "core/philox.h"
@@ -475,12 +476,12 @@ int drill(Launch& launch, const Options& options) {
   std::fprintf(stderr, "ready %d %d\n", rank, ::getpid());
   const auto steps = static_cast<int64_t>(number_of(options, "steps", 1e9));
   for (int64_t step = 1; step <= steps; ++step) {
-    launch.watchdog().at(step, "forward");
+    heartbeat("forward", step);
     sleep_for(0.01);
     if (step == 3 && is_me(options, "throw", rank)) throw_bad_input("tokens.npy: cannot be read");
     if (step == 3 && is_me(options, "stall", rank)) sleep_for(1e6);
     if (step == 3 && is_me(options, "exit", rank)) std::exit(9);
-    launch.watchdog().at(step, "all_reduce of x");
+    heartbeat("all_reduce of x", step);
     ranks->all_reduce(*device, x, Reduction::kSum, Peers::kAll);
   }
   return 0;

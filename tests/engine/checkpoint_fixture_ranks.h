@@ -1,7 +1,6 @@
 #pragma once
 #include <algorithm>
 #include <chrono>
-#include <condition_variable>
 #include <functional>
 #include <mutex>
 #include <optional>
@@ -12,6 +11,7 @@
 
 #include "engine/checkpoint/checkpoint.h"
 #include "tests/engine/checkpoint_fixture.h"
+#include "tests/support/thread_ranks.h"
 
 // Ranks that save and load checkpoints together: threads here, each of which does what a process of a run does.
 namespace parka::test {
@@ -42,37 +42,19 @@ inline std::string messages_of(const std::vector<std::optional<Error>>& errors) 
   return text;
 }
 
-// Gives all of `num_ranks` threads the texts of all, as a communicator does.
-class TextGather {
- public:
-  explicit TextGather(int num_ranks) : texts_(static_cast<size_t>(num_ranks)) {}
-
-  LoadGroup group(int rank) {
-    return {rank, static_cast<int>(texts_.size()),
-            [this, rank](const std::string& text) { return gather(rank, text); }};
-  }
-
- private:
-  std::vector<std::string> gather(int rank, const std::string& text) {
-    std::unique_lock lock(mutex_);
-    changed_.wait(lock, [&] { return num_left_ == 0; });  // the gather before is over
-    texts_[static_cast<size_t>(rank)] = text;
-    if (++num_given_ == texts_.size()) {
-      num_left_ = texts_.size();
-      num_given_ = 0;
-      changed_.notify_all();
+// The same on ranks that have a communicator.
+inline std::vector<std::optional<Error>> on_ranks(int num_ranks,
+                                                  const std::function<void(Communicator& ranks)>& body) {
+  std::vector<std::optional<Error>> errors(static_cast<size_t>(num_ranks));
+  ThreadRanks(num_ranks).run([&](Communicator& ranks) {
+    try {
+      body(ranks);
+    } catch (const Error& e) {
+      errors[static_cast<size_t>(ranks.rank())] = e;
     }
-    changed_.wait(lock, [&] { return num_left_ > 0; });
-    std::vector<std::string> all = texts_;
-    if (--num_left_ == 0) changed_.notify_all();
-    return all;
-  }
-
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::vector<std::string> texts_;
-  size_t num_given_ = 0, num_left_ = 0;
-};
+  });
+  return errors;
+}
 
 // Cuts every tensor into `num_ranks` pieces, at random places: some ranks have none of it, some all.
 inline std::vector<CheckpointContents> split_contents(const CheckpointContents& whole, int num_ranks) {

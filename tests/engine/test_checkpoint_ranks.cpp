@@ -1,7 +1,7 @@
 // Checkpoints that several ranks save together, and any number of ranks loads.
-#include <atomic>
 #include <random>
 
+#include "core/heartbeat.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/checkpoint/checkpoint_index.h"
 #include "engine/checkpoint/checkpoint_layout.h"
@@ -32,11 +32,11 @@ CheckpointContents large_contents(int64_t step) {
 // Loads the newest checkpoint on `num_ranks` ranks, each of which takes a share of every tensor, and puts the
 // shares together. What went wrong goes to `defects`.
 CheckpointContents load_on_ranks(const std::string& run, int num_ranks, std::string& defects) {
-  TextGather gather(num_ranks);
   CheckpointContents whole;
   std::mutex mutex;
-  const auto errors = on_ranks(num_ranks, [&](int rank) {
-    const auto loaded = load_newest(run, {}, gather.group(rank));
+  const auto errors = on_ranks(num_ranks, [&](Communicator& ranks) {
+    const int rank = ranks.rank();
+    const auto loaded = load_newest(run, {}, ranks);
     if (!loaded) throw Error(ExitCode::kBadInput, "nothing to load");
     std::vector<TensorRange> ranges;
     {
@@ -203,12 +203,10 @@ TEST_CASE("any ranges are read, from little more of the files", "[engine][checkp
   } else {
     REQUIRE(messages_of(save_by_ranks(run, contents, num_savers)) == "");
   }
-  std::atomic<int> num_progress = 0;
-  LoadGroup group;
-  group.progress = [&] { ++num_progress; };
-  const LoadedCheckpoint loaded = load_checkpoint(run + "/step_00000010", group);
-  const int after_verifying = num_progress;
-  CHECK(after_verifying > num_savers);
+  const uint64_t before = last_heartbeat().count;
+  const LoadedCheckpoint loaded = load_checkpoint(run + "/step_00000010");
+  const uint64_t after_verifying = last_heartbeat().count;
+  CHECK(after_verifying > before + static_cast<uint64_t>(num_savers));
   std::mt19937_64 random(3);
   const auto below = [&](int64_t limit) { return static_cast<int64_t>(random() % static_cast<uint64_t>(limit)); };
   int wrong = 0;
@@ -231,7 +229,7 @@ TEST_CASE("any ranges are read, from little more of the files", "[engine][checkp
     wrong += !std::equal(got.begin(), got.end(), tensor.bytes.begin() + begin * size);
   }
   CHECK(wrong == 0);
-  CHECK(num_progress > after_verifying + 100);
+  CHECK(last_heartbeat().count > after_verifying + 100);
   CHECK(mentions(error_of([&] { loaded.read_ranges({{"none", {0, 1}}}, {}); }).what(), "lacks the tensor none"));
   CHECK(error_of([&] { loaded.read_ranges({{"count", {0, 2}}}, {}); }).code() == ExitCode::kInternal);
 }
@@ -270,8 +268,7 @@ TEST_CASE("any changed byte of a checkpoint of ranks is refused on all ranks, na
     const std::string file = checkpoint + "/" + name;
     for (size_t byte = 0; byte < fs::file_size(file); ++byte, ++num_bytes) {
       flip_bit(file, byte, static_cast<int>(byte % 8));
-      TextGather gather(2);
-      const auto errors = on_ranks(2, [&](int rank) { load_checkpoint(checkpoint, gather.group(rank)); });
+      const auto errors = on_ranks(2, [&](Communicator& ranks) { load_checkpoint(checkpoint, ranks); });
       const auto refused = [&](const auto& e) {
         return e && e->code() == ExitCode::kBadInput && mentions(e->what(), file);
       };
@@ -302,9 +299,8 @@ TEST_CASE("ranks that see different checkpoints in one folder load neither", "[e
   const TemporaryFolder folder;
   save_checkpoint(folder / "a", small_contents(1), {});
   save_checkpoint(folder / "b", small_contents(1, 1), {});
-  TextGather gather(2);
-  const auto errors = on_ranks(2, [&](int rank) {
-    load_checkpoint(folder / (rank == 0 ? "a/step_00000001" : "b/step_00000001"), gather.group(rank));
+  const auto errors = on_ranks(2, [&](Communicator& ranks) {
+    load_checkpoint(folder / (ranks.rank() == 0 ? "a/step_00000001" : "b/step_00000001"), ranks);
   });
   for (const auto& error : errors) {
     REQUIRE(error);

@@ -112,7 +112,7 @@ TEST_CASE("a run goes on with other formats of masters and moments", "[engine][c
     const LoadedCheckpoint checkpoint = saved_after(run, config.checkpoint.folder);
     CHECK(refusal([&] { next.restore(checkpoint); }).find("--convert-states") != std::string::npos);
     TrainingRun converted(with_formats(config, to), *device, alone());
-    const std::vector<std::string> differences = converted.restore(checkpoint, {.converts_states = true});
+    const std::vector<std::string> differences = converted.restore(checkpoint, /*converts_states=*/true);
     CHECK_FALSE(differences.empty());
     CHECK(differences.back().ends_with(", converted"));
     CHECK(converted.completed_steps() == 3);
@@ -147,9 +147,9 @@ TEST_CASE("formats that hold the same values go on with the same bits", "[engine
     TrainingRun next(with_formats(config, split), *device, alone()),
         back(with_formats(config, apart), *device, alone());
     const LoadedCheckpoint checkpoint = saved_after(run, config.checkpoint.folder);
-    next.restore(checkpoint, {.converts_states = true});
+    next.restore(checkpoint, /*converts_states=*/true);
     const LoadedCheckpoint of_next = saved(next, folder.path().string() + "/next", [](CheckpointContents&) {});
-    back.restore(of_next, {.converts_states = true});
+    back.restore(of_next, /*converts_states=*/true);
     CHECK((bytes_of(back) == bytes_of(run)));
     for (int i = 0; i < 3; ++i) {
       const double loss = run.step()->loss;
@@ -181,7 +181,7 @@ TEST_CASE("states of any number of ranks are converted to the same values", "[en
     TrainingRun one(with_formats(config, from), *device, alone()),
         converted(with_formats(config, to), *device, alone());
     one.restore(checkpoint);
-    converted.restore(checkpoint, {.converts_states = true});
+    converted.restore(checkpoint, /*converts_states=*/true);
     const Whole before(*device, one), after(*device, converted);
     CHECK((before.masters != after.masters));  // 24 bits
     for (size_t i = 0; i < before.masters.size(); ++i) {
@@ -190,7 +190,7 @@ TEST_CASE("states of any number of ranks are converted to the same values", "[en
     ThreadRanks(2).run([&](Communicator& communicator) {
       const auto of_rank = make_cpu_device();
       TrainingRun run(with_formats(config, to), *of_rank, communicator);
-      run.restore(checkpoint, {.converts_states = true});
+      run.restore(checkpoint, /*converts_states=*/true);
       const Whole own(*of_rank, run);
       for (size_t i = 0; i < own.masters.size(); ++i) {
         const ElementRange range = run.optimizer().own_range(i);
@@ -220,7 +220,7 @@ TEST_CASE("states of adapters are converted beside a base that stays", "[engine]
   const LoadedCheckpoint checkpoint = save(run, config.checkpoint.folder);
   const Config other = with_formats(config, {StateFormat::kFp8Expanded, MasterForm::kFp32Split});
   TrainingRun converted(other, *device, alone());
-  converted.restore(checkpoint, {.converts_states = true});
+  converted.restore(checkpoint, /*converts_states=*/true);
   CHECK(converted.evaluate(converted.data()).loss == run.evaluate(run.data()).loss);
   CHECK(converted.step()->loss == run.step()->loss);  // forward reads no moments
 }
@@ -262,6 +262,6 @@ TEST_CASE("states that are no moments are not converted", "[engine][checkpoint s
             c.damage(*found);
         });
     TrainingRun next(with_formats(config, {StateFormat::kFp8, MasterForm::kFp32}), *device, alone());
-    CHECK(refusal([&] { next.restore(damaged, {.converts_states = true}); }).find(c.message) != std::string::npos);
+    CHECK(refusal([&] { next.restore(damaged, /*converts_states=*/true); }).find(c.message) != std::string::npos);
   }
 }

@@ -16,6 +16,7 @@
 #include "comm/launch/tcp_transport.h"
 #include "comm/mpi_transport.h"
 #include "comm/nccl_ranks.h"
+#include "core/heartbeat.h"
 #include "core/log/log.h"
 #include "kernels/device/device.h"
 
@@ -142,7 +143,7 @@ std::unique_ptr<Communicator> Launch::make_communicator(Device& device) {
 }
 
 int Launch::finish(int exit_code) {
-  watchdog_.at(0, "at the end of the run");
+  heartbeat("at the end of the run");
   if (transport_) transport_->finish();
   watchdog_.leave();
   // Rank 0 ends last.

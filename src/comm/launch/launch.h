@@ -34,7 +34,6 @@ class Launch {
 
   // For agreement between the ranks' hosts; usable before there is a device.
   Communicator& hosts() { return *agreement_; }
-  Watchdog& watchdog() { return watchdog_; }
 
   // These wait for all ranks, and throw the same Error(kBadInput) on all of them.
   // `text` must be the same on all ranks. Otherwise the error names a rank, the first line that differs, `what` the

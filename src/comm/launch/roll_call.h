@@ -21,7 +21,7 @@ struct WatchdogTimes {
 // What a rank reports about itself with every heartbeat.
 struct RankReport {
   int64_t step = 0;
-  uint64_t calls = 0;  // of Watchdog::at()
+  uint64_t calls = 0;  // of heartbeat()
   CollectiveCounts collectives;
   std::string what;  // "backward blocks.3"
 

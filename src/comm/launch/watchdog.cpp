@@ -8,15 +8,9 @@
 
 #include "comm/launch/meeting.h"
 #include "comm/launch/watch_thread.h"
+#include "core/heartbeat.h"
 
 namespace parka {
-void RankState::at(int64_t step, std::string_view what) {
-  std::lock_guard lock(mutex_);
-  report_.step = step;
-  report_.what = what;
-  ++report_.calls;
-}
-
 void RankState::probe(CollectiveProbe* probe) {
   std::lock_guard lock(mutex_);
   probe_ = probe;
@@ -24,8 +18,8 @@ void RankState::probe(CollectiveProbe* probe) {
 
 RankReport RankState::report() {
   std::lock_guard lock(mutex_);
-  RankReport report = report_;
-  report.collectives = host_collectives.counts();
+  const Heartbeat beat = last_heartbeat();
+  RankReport report{beat.step, beat.count, host_collectives.counts(), beat.what};
   if (probe_ != nullptr) {
     const CollectiveCounts more = probe_->counts();
     report.collectives.reached += more.reached;

@@ -4,7 +4,6 @@
 #include <memory>
 #include <mutex>
 #include <string>
-#include <string_view>
 
 #include "comm/collective_counter.h"
 #include "comm/communicator.h"
@@ -22,10 +21,9 @@ class CollectiveProbe {
   virtual std::string failure() = 0;  // why they failed; empty: they did not
 };
 
-// What a rank reports. Written by the training thread, read by the watchdog's thread.
+// What a rank reports beside its heartbeat. Read by the watchdog's thread.
 class RankState {
  public:
-  void at(int64_t step, std::string_view what);
   void probe(CollectiveProbe* probe);
   RankReport report();
   std::string failure();
@@ -34,12 +32,11 @@ class RankState {
 
  private:
   std::mutex mutex_;
-  RankReport report_;
   CollectiveProbe* probe_ = nullptr;
 };
 
 // Ends a run of several ranks when one of them dies, hangs, or throws an Error. A thread of every rank reports to
-// rank 0 once a second, over TCP, what the rank is doing. Rank 0 decides which rank is to blame and tells all
+// rank 0 once a second, over TCP, what heartbeat() was told. Rank 0 decides which rank is to blame and tells all
 // others. Their threads log one line and end their process at once, whatever it is waiting for. If rank 0 itself is
 // lost, the others detect it. A run of one rank has no such thread.
 class Watchdog {
@@ -53,11 +50,6 @@ class Watchdog {
              const WatchdogTimes& times);
   // How long a rank may make no progress while others wait for it. Only rank 0's value counts.
   void set_stall_seconds(double seconds);
-
-  // What this rank does from now on: the step, counted from 1, and "forward" or "saving a checkpoint". Step 0 means
-  // outside of steps ("loading a checkpoint"). It also reports progress, so long work should call it periodically.
-  // Cheap.
-  void at(int64_t step, std::string_view what) { state_.at(step, what); }
 
   CollectiveCounter& host_collectives() { return state_.host_collectives; }
   // Adds collectives that run asynchronously. Must be reset, with nullptr, before `probe` is destroyed.

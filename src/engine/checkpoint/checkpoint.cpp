@@ -6,6 +6,8 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/heartbeat.h"
+#include "core/log/log.h"
 #include "core/parallel.h"
 #include "engine/checkpoint/checkpoint_index.h"
 #include "engine/checkpoint/checkpoint_layout.h"
@@ -22,8 +24,8 @@ constexpr int kMaxRemoved = 20;
 
 // Runs `action` on every rank. All get the texts that it returned, or all throw what it threw on the lowest rank on
 // which it threw.
-std::vector<std::string> agree(const LoadGroup& group, const std::function<std::string()>& action) {
-  if (group.size == 1) return {action()};
+std::vector<std::string> agree(Communicator& ranks, const std::function<std::string()>& action) {
+  if (ranks.size() == 1) return {action()};
   json outcome;
   try {
     outcome = {{"text", action()}};
@@ -36,8 +38,7 @@ std::vector<std::string> agree(const LoadGroup& group, const std::function<std::
   }
   // A path in a message need not be UTF-8.
   const std::vector<std::string> outcomes =
-      group.gather(outcome.dump(-1, ' ', false, json::error_handler_t::replace));
-  PARKA_REQUIRE(static_cast<int>(outcomes.size()) == group.size);
+      ranks.gather_text(outcome.dump(-1, ' ', false, json::error_handler_t::replace));
   std::vector<std::string> texts;
   texts.reserve(outcomes.size());
   for (const std::string& encoded : outcomes) {
@@ -67,34 +68,33 @@ std::vector<int> share_out(const std::vector<Manifest::File>& files, int num_ran
 
 // Reads this rank's share of the files; the block sums of each file, empty for those of other ranks.
 std::vector<std::string> verify_share(const std::vector<VerifiedFile>& files, const Manifest& manifest,
-                                      const LoadGroup& group) {
-  const std::vector<int> ranks = share_out(manifest.files, group.size);
+                                      Communicator& ranks) {
+  const std::vector<int> readers = share_out(manifest.files, ranks.size());
   std::vector<std::string> sums(files.size());
   parallel_for(static_cast<int64_t>(files.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
-      if (ranks[i] != group.rank) continue;
+      if (readers[i] != ranks.rank()) continue;
       const std::string& expected = manifest.files[i].checksum;
-      sums[i] = files[i].opened
-                    ? verify_file(*files[i].opened, expected, group.progress)
-                    : verify_file(InputFile(files[i].path, NoPermission::kIsIo), expected, group.progress);
+      sums[i] = files[i].opened ? verify_file(*files[i].opened, expected)
+                                : verify_file(InputFile(files[i].path, NoPermission::kIsIo), expected);
     }
   });
   return sums;
 }
 
 // Rank 0's list of checkpoints, so that all look at the same folders.
-std::vector<CheckpointInfo> list_together(const std::string& folder, const LoadGroup& group) {
+std::vector<CheckpointInfo> list_together(const std::string& folder, Communicator& ranks) {
   // Paths need not be UTF-8, names of step folders are.
   std::vector<CheckpointInfo> checkpoints;
-  const std::vector<std::string> lists = agree(group, [&] {
-    if (group.rank == 0) checkpoints = list_checkpoints(folder);
+  const std::vector<std::string> lists = agree(ranks, [&] {
+    if (ranks.rank() == 0) checkpoints = list_checkpoints(folder);
     json names = json::array();
     for (const CheckpointInfo& checkpoint : checkpoints) {
       names.push_back(std::filesystem::path(checkpoint.path).filename().string());
     }
     return names.dump();
   });
-  if (group.rank == 0) return checkpoints;
+  if (ranks.rank() == 0) return checkpoints;
   for (const json& name : json::parse(lists[0])) {
     const auto step_folder = parse_step_folder_name(name.get<std::string>());
     PARKA_REQUIRE(step_folder);
@@ -114,17 +114,17 @@ std::string identity_of(const Manifest& manifest) {
 }
 
 // The manifest and the files with their block sums, once all files were verified by one of the ranks.
-std::pair<Manifest, std::vector<VerifiedFile>> verify_together(const std::string& path, const LoadGroup& group) {
+std::pair<Manifest, std::vector<VerifiedFile>> verify_together(const std::string& path, Communicator& ranks) {
   Manifest manifest;
   std::vector<VerifiedFile> files;
-  const std::vector<std::string> shares = agree(group, [&] {
+  const std::vector<std::string> shares = agree(ranks, [&] {
     manifest = read_manifest(path);
     for (const Manifest::File& file : manifest.files) {
       files.push_back({(std::filesystem::path(path) / file.name).string(), file.num_bytes});
       if (files.size() > kMaxOpenFiles) continue;
       files.back().opened = std::make_shared<const InputFile>(files.back().path, NoPermission::kIsIo);
     }
-    const std::vector<std::string> sums = verify_share(files, manifest, group);
+    const std::vector<std::string> sums = verify_share(files, manifest, ranks);
     return json{{"identity", identity_of(manifest)}, {"sums", sums}}.dump();
   });
   const std::string identity = identity_of(manifest);
@@ -224,11 +224,10 @@ std::vector<CheckpointInfo> list_checkpoints(const std::string& folder) {
   return checkpoints;
 }
 
-LoadedCheckpoint load_checkpoint(const std::string& path, const LoadGroup& group) {
-  PARKA_REQUIRE(group.rank >= 0 && group.rank < group.size);
-  auto [manifest, files] = verify_together(path, group);
+LoadedCheckpoint load_checkpoint(const std::string& path, Communicator& ranks) {
+  auto [manifest, files] = verify_together(path, ranks);
   CheckpointIndex index;
-  agree(group, [&, num_tensors = manifest.num_tensors, &verified = files] {
+  agree(ranks, [&, num_tensors = manifest.num_tensors, &verified = files] {
     index = read_index(path, verified, num_tensors);
     return std::string();
   });
@@ -238,7 +237,6 @@ LoadedCheckpoint load_checkpoint(const std::string& path, const LoadGroup& group
   loaded.state_ = std::move(manifest.state);
   loaded.files_ = std::make_shared<const std::vector<VerifiedFile>>(std::move(files));
   loaded.index_ = std::make_shared<const CheckpointIndex>(std::move(index));
-  loaded.progress_ = group.progress;
   return loaded;
 }
 
@@ -325,7 +323,7 @@ void LoadedCheckpoint::read_own_ranges(const std::vector<TensorRange>& ranges,
   auto read = reads.begin();
   for (const Window& window : windows) {
     const ByteSpan bytes = reader.next();
-    if (progress_) progress_();
+    heartbeat();
     for (size_t i = 0; i < window.num_reads; ++i, ++read) {
       const SafetensorsEntry& tensor = index_->tensors[read->tensor];
       callback(tensor, read->elements.begin,
@@ -337,13 +335,13 @@ void LoadedCheckpoint::read_own_ranges(const std::vector<TensorRange>& ranges,
 
 std::optional<LoadedCheckpoint> load_newest(const std::string& folder,
                                             const std::function<void(const std::string& message)>& report,
-                                            const LoadGroup& group, std::vector<CheckpointInfo>* refused) {
-  std::vector<CheckpointInfo> checkpoints = list_together(folder, group);
+                                            Communicator& ranks, std::vector<CheckpointInfo>* refused) {
+  std::vector<CheckpointInfo> checkpoints = list_together(folder, ranks);
   size_t num_refused = 0;
   for (int num_removed = 0; num_refused < checkpoints.size();) {
     const CheckpointInfo checkpoint = checkpoints[num_refused];
     try {
-      LoadedCheckpoint loaded = load_checkpoint(checkpoint.path, group);
+      LoadedCheckpoint loaded = load_checkpoint(checkpoint.path, ranks);
       if (refused)
         refused->assign(checkpoints.begin(), checkpoints.begin() + static_cast<std::ptrdiff_t>(num_refused));
       return loaded;
@@ -356,7 +354,7 @@ std::optional<LoadedCheckpoint> load_newest(const std::string& folder,
                                 "place; try again, or move it away",
                                 checkpoint.step, e.what()));
       }
-      std::vector<CheckpointInfo> now = list_together(folder, group);
+      std::vector<CheckpointInfo> now = list_together(folder, ranks);
       if (std::find(now.begin(), now.end(), checkpoint) == now.end() && ++num_removed <= kMaxRemoved) {
         checkpoints = std::move(now);
         num_refused = 0;
@@ -373,14 +371,12 @@ std::optional<LoadedCheckpoint> load_newest(const std::string& folder,
       folder, checkpoints.size());
 }
 
-void set_refused_aside(const std::vector<CheckpointInfo>& refused,
-                       const std::function<void(const std::string& message)>& report) {
+void set_refused_aside(const std::vector<CheckpointInfo>& refused) {
   for (const CheckpointInfo& checkpoint : refused) {
-    const std::string aside = set_aside(checkpoint.path);
-    report(fmt::format(
+    log_warning(
         "the run resumes from an older checkpoint; the refused one is now {}, which is never loaded and never "
         "removed",
-        aside));
+        set_aside(checkpoint.path));
   }
   if (!refused.empty()) sync_directory(std::filesystem::path(refused[0].path).parent_path().string());
 }

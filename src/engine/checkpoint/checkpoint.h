@@ -11,6 +11,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "comm/communicator.h"
 #include "engine/files/safetensors.h"
 
 // Checkpoints that survive a kill, a full disk or a power failure at any moment, and are never loaded damaged. Any
@@ -57,9 +58,8 @@ struct SaveOptions {
   // Called before every step that changes the file system, "write <path>" every 256 KiB, so that a test can
   // kill the process at any of them.
   std::function<void(std::string_view point)> observer = {};
-  // Called before the same steps, on the thread that writes. Savers in the background do not: who waits for them
-  // says so.
-  std::function<void()> progress = {};
+  // On a thread beside the training, which says itself that it waits. Else the same steps are heartbeats.
+  bool in_background = false;
   // Called with one line for a problem that does not harm this checkpoint: an old one that could not be removed, or
   // a damaged one.
   std::function<void(const std::string& message)> report = {};
@@ -95,9 +95,8 @@ void save_checkpoint(const std::string& folder, const CheckpointContents& conten
 // step is not saved. For rank 0.
 void remove_outdated_checkpoints(const std::string& folder, int64_t step, const SaveOptions& options);
 
-// Removes the leftovers of dead runs' saves, if no further save will. Reports what cannot be removed.
-void clear_unfinished_saves(const std::string& folder,
-                            const std::function<void(const std::string& message)>& report);
+// Removes the leftovers of dead runs' saves, if no further save will. Warns of what cannot be removed.
+void clear_unfinished_saves(const std::string& folder);
 
 // Creates the run folder and its parents, and checks that a file can be written, synced and removed in it. Call it
 // before training starts, so that a bad folder does not show up hours later. Throws Error(kBadInput), or Error(kIo)
@@ -114,16 +113,6 @@ struct CheckpointInfo {
 // The checkpoints in a run folder, newest first, unverified, without unfinished ones. A missing folder has none. A
 // step that was being saved a second time may be listed twice, the newer save first.
 std::vector<CheckpointInfo> list_checkpoints(const std::string& folder);
-
-// The ranks that load a checkpoint together. Each then verifies only a share of its files.
-struct LoadGroup {
-  int rank = 0;
-  int size = 1;
-  // Gives every rank the texts of all ranks, by rank (Communicator::gather_text).
-  std::function<std::vector<std::string>(const std::string& text)> gather = {};
-  // Called again and again while this rank reads, by several threads: others may wait for it for long.
-  std::function<void()> progress = {};
-};
 
 // Some elements of a tensor.
 struct TensorRange {
@@ -163,7 +152,7 @@ class LoadedCheckpoint {
   void read_elements(const SafetensorsEntry& tensor, ElementRange range, std::span<std::byte> bytes) const;
 
  private:
-  friend LoadedCheckpoint load_checkpoint(const std::string& path, const LoadGroup& group);
+  friend LoadedCheckpoint load_checkpoint(const std::string& path, Communicator& ranks);
 
   void read_own_ranges(const std::vector<TensorRange>& ranges, const RangeCallback& callback) const;
 
@@ -172,30 +161,28 @@ class LoadedCheckpoint {
   nlohmann::json state_;
   std::shared_ptr<const std::vector<VerifiedFile>> files_;
   std::shared_ptr<const CheckpointIndex> index_;
-  std::function<void()> progress_;                // LoadGroup's
   std::shared_ptr<const LoadedCheckpoint> base_;  // may be null
   std::vector<SafetensorsEntry> with_base_;       // tensors(), if there is a base
   std::set<std::string> of_base_;
 };
 
 // Opens the checkpoint in folder `path` (a step_<N>, or a copy of one under any name) after reading every byte of
-// it. Throws Error(kBadInput), which names the file and what is wrong with it. All ranks of the group must call
-// this. One of them reads each byte, and if one throws, all do.
-LoadedCheckpoint load_checkpoint(const std::string& path, const LoadGroup& group = {});
+// it, each of `ranks` a share of the files: all must call this, and if one throws, all do. Throws Error(kBadInput),
+// which names the file and what is wrong with it. Reading, here and later, is a heartbeat().
+LoadedCheckpoint load_checkpoint(const std::string& path, Communicator& ranks = *make_single_communicator());
 
 // The newest intact checkpoint of a run folder; nullopt if there are none. Damaged ones are skipped: `report` gets
 // the reason, and `refused`, if given, a list of them. If a run removes one in the meantime, its successor is used.
 // Throws Error(kBadInput) if all are damaged, or if one has the format of a later Parka. Throws Error(kIo) if one
-// cannot be read for another reason than damage, because it may be intact. All ranks of the group must call this,
-// and all get the same.
+// cannot be read for another reason than damage, because it may be intact. All of `ranks` must call this, and all
+// get the same.
 std::optional<LoadedCheckpoint> load_newest(const std::string& folder,
                                             const std::function<void(const std::string& message)>& report,
-                                            const LoadGroup& group = {},
+                                            Communicator& ranks = *make_single_communicator(),
                                             std::vector<CheckpointInfo>* refused = nullptr);
 
 // For a run that resumes from an older checkpoint than the refused ones: renames these to step_<N>.refused, so that
-// a later start cannot return to them. Calls `report`.
-void set_refused_aside(const std::vector<CheckpointInfo>& refused,
-                       const std::function<void(const std::string& message)>& report);
+// a later start cannot return to them. Warns of each.
+void set_refused_aside(const std::vector<CheckpointInfo>& refused);
 
 }  // namespace parka

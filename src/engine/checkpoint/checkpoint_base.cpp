@@ -121,7 +121,7 @@ std::string find_base(const std::string& checkpoint, const nlohmann::json& state
 
 bool has_base(const LoadedCheckpoint& checkpoint) { return checkpoint.state().contains(kBaseKey); }
 
-void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group, const std::string& elsewhere) {
+void attach_base(LoadedCheckpoint& checkpoint, Communicator& ranks, const std::string& elsewhere) {
   if (!has_base(checkpoint)) return;
   const std::optional<Described> described = described_in(checkpoint.state());
   if (!described)
@@ -145,7 +145,7 @@ void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group, const std
     throw_bad_input("{}: was trained beside other weights than {} has now; put that checkpoint back as it was",
                     checkpoint.path(), fmt::join(found, " or "));
   }
-  auto base = std::make_shared<const LoadedCheckpoint>(load_checkpoint(*path, group));
+  auto base = std::make_shared<const LoadedCheckpoint>(load_checkpoint(*path, ranks));
   std::vector<std::string> names;
   for (const ParameterInfo& p : make_parameter_table(config_of(checkpoint).model, false).all) {
     names.push_back(p.name);

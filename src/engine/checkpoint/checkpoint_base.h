@@ -25,8 +25,8 @@ bool has_base(const LoadedCheckpoint& checkpoint);
 
 // Makes the base's weights those of the checkpoint too, if it has a base: checkpoint.base(). It is looked for where
 // the checkpoint names it, where it lay from the checkpoint's run, beside that run, and at `elsewhere`, a
-// checkpoint or run folder. Throws Error(kBadInput) where it is gone, damaged or another one. All ranks of the
-// group must call this.
-void attach_base(LoadedCheckpoint& checkpoint, const LoadGroup& group, const std::string& elsewhere);
+// checkpoint or run folder. Throws Error(kBadInput) where it is gone, damaged or another one. All of `ranks`
+// must call this.
+void attach_base(LoadedCheckpoint& checkpoint, Communicator& ranks, const std::string& elsewhere);
 
 }  // namespace parka

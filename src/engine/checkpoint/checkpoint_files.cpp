@@ -10,6 +10,7 @@
 #include <thread>
 
 #include "core/error.h"
+#include "core/heartbeat.h"
 #include "engine/checkpoint/checkpoint_index.h"
 #include "engine/files/json_text.h"
 
@@ -85,7 +86,7 @@ class Writers {
 }  // namespace
 
 void ObservedFiles::announce(std::string_view action, const std::string& path) {
-  if (progress_) progress_();
+  if (!in_background_) heartbeat();
   if (!observer_) return;
   const std::lock_guard lock(mutex_);
   observer_(fmt::format("{} {}", action, path));

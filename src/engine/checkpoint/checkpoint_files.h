@@ -15,7 +15,8 @@ namespace parka {
 // Announces each step to the observer of the save before it is done, one at a time, from any thread.
 class ObservedFiles {
  public:
-  explicit ObservedFiles(const SaveOptions& options) : observer_(options.observer), progress_(options.progress) {}
+  explicit ObservedFiles(const SaveOptions& options)
+      : observer_(options.observer), in_background_(options.in_background) {}
 
   void make_directory(const std::string& path);
   void sync_directory(const std::string& path);
@@ -29,7 +30,7 @@ class ObservedFiles {
   void announce(std::string_view action, const std::string& path);
 
   const std::function<void(std::string_view)>& observer_;
-  const std::function<void()>& progress_;
+  const bool in_background_;
   std::mutex mutex_;
 };
 

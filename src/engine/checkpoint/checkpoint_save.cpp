@@ -6,6 +6,7 @@
 #include <system_error>
 
 #include "core/error.h"
+#include "core/log/log.h"
 #include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/checkpoint/checkpoint_files.h"
@@ -337,14 +338,13 @@ void remove_outdated_checkpoints(const std::string& folder, int64_t step, const 
   CheckpointWriter(folder, saved, options).remove_outdated();
 }
 
-void clear_unfinished_saves(const std::string& folder,
-                            const std::function<void(const std::string& message)>& report) {
+void clear_unfinished_saves(const std::string& folder) {
   for (const StepFolder& found : list_step_folders(folder)) {
     if (found.kind != StepFolderKind::kTemporary && found.kind != StepFolderKind::kDiscarded) continue;
     try {
       remove_tree(step_folder_path(folder, found.step, found.kind));
     } catch (const Error& e) {
-      report(e.what());
+      log_warning("{}", e.what());
     }
   }
 }

@@ -10,7 +10,7 @@ namespace parka {
 namespace {
 
 SaveOptions in_background(SaveOptions options, const std::atomic<bool>& is_given_up) {
-  options.progress = {};
+  options.in_background = true;
   options.is_given_up = [&is_given_up] { return is_given_up.load(); };
   return options;
 }
@@ -19,7 +19,6 @@ SaveOptions in_background(SaveOptions options, const std::atomic<bool>& is_given
 
 CheckpointSaver::CheckpointSaver(std::string folder, SaveOptions options)
     : folder_(std::move(folder)),
-      progress_(options.progress),
       options_(in_background(std::move(options), is_given_up_)),
       thread_(start_thread("saves checkpoints", [this] { work(); })) {}
 
@@ -78,7 +77,7 @@ void CheckpointSaver::save_here(const CheckpointContents& contents, std::functio
   is_given_up_ = false;
   SaveOptions options = options_;
   if (is_given_up) options.is_given_up = std::move(is_given_up);
-  options.progress = progress_;
+  options.in_background = false;
   options.writers = 1;  // this thread: what is still on a device must be read by no other
   failure_ = try_to_save(contents, std::move(options));
 }

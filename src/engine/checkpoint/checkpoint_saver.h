@@ -55,7 +55,6 @@ class CheckpointSaver {
   void wait_until_idle(std::unique_lock<std::mutex>& lock);
 
   const std::string folder_;
-  const std::function<void()> progress_;   // of saves on the thread that waits
   std::atomic<bool> is_given_up_ = false;  // the present save
   const SaveOptions options_;
   mutable std::mutex mutex_;

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/heartbeat.h"
 #include "core/parallel.h"
 #include "core/thread.h"
 
@@ -21,7 +22,7 @@ std::string sum_of(ByteSpan block) {
 
 }  // namespace
 
-std::string verify_file(const InputFile& file, const std::string& expected, const std::function<void()>& progress) {
+std::string verify_file(const InputFile& file, const std::string& expected) {
   Checksum whole;
   std::string sums;
   std::vector<std::byte> buffer(static_cast<size_t>(std::min(kVerifiedBlockBytes, file.num_bytes())));
@@ -31,7 +32,7 @@ std::string verify_file(const InputFile& file, const std::string& expected, cons
     file.read(offset, block);
     whole.update(block);
     sums += sum_of(block);
-    if (progress) progress();
+    heartbeat();
   }
   if (whole.hex() != expected) {
     throw_bad_input("{}: has checksum {}, the manifest says {}: damaged or replaced", file.path(), whole.hex(),

@@ -22,9 +22,8 @@ namespace parka {
 inline constexpr int64_t kVerifiedBlockBytes = 512 << 10;
 
 // The checksums of a file's blocks, as Checksum::hex() prints them, one after the other. Throws Error(kBadInput)
-// unless the file's own checksum is `expected`. Calls `progress` behind each block.
-std::string verify_file(const InputFile& file, const std::string& expected,
-                        const std::function<void()>& progress = {});
+// unless the file's own checksum is `expected`. Each block is a heartbeat().
+std::string verify_file(const InputFile& file, const std::string& expected);
 
 struct VerifiedFile {
   std::string path;

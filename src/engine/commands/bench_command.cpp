@@ -9,6 +9,7 @@
 
 #include "comm/launch/launch.h"
 #include "core/error.h"
+#include "core/heartbeat.h"
 #include "core/log/log.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
@@ -261,7 +262,7 @@ int run_bench(const BenchOptions& options) {
     check_memory(given, GivenConfig::read(options.config_path, options.overrides), *device, launch.size());
     const Config config = use_found_tuning(given, options.config_path, *device, launch.size());
     const std::unique_ptr<Communicator> communicator = launch.make_communicator(*device);
-    launch.watchdog().at(0, "benchmark");
+    heartbeat("benchmark");
     const PowerSource power = find_power_counter(*device);
     const BenchResult result =
         run_benchmark(config, *device, *communicator, power, options.steps, options.roofline);

@@ -6,6 +6,7 @@
 #include <string_view>
 #include <vector>
 
+#include "core/heartbeat.h"
 #include "core/log/log.h"
 #include "data/batch_loader.h"
 #include "engine/checkpoint/checkpoint.h"
@@ -154,7 +155,7 @@ DecidedGemms decide_gemms(const Config& config, const std::string& config_path, 
     if (other == own || !config.device.gemm_tuning_is_auto()) continue;
     return {.line = fmt::format("GEMM algorithms: cuBLASLt's first choices, for ranks have {} and {}", own, other)};
   }
-  launch.watchdog().at(0, "tuning matrix products");
+  heartbeat("tuning matrix products");
   nlohmann::json decision;
   if (launch.rank() == 0) {
     const RunGemms gemms =

@@ -53,18 +53,18 @@ int64_t record_workspace_bytes(const Config& config, const CacheShape& cache) {
 }  // namespace
 
 LoadedCheckpoint open_checkpoint(const std::string& path, const std::vector<std::string>& overrides,
-                                 const LoadGroup& group) {
+                                 Communicator& ranks) {
   const auto whole = [&](LoadedCheckpoint checkpoint) {
     if (has_base(checkpoint))
-      attach_base(checkpoint, group, inference_config_of(checkpoint, overrides).checkpoint.init_from);
+      attach_base(checkpoint, ranks, inference_config_of(checkpoint, overrides).checkpoint.init_from);
     return checkpoint;
   };
-  if (file_exists(path + "/manifest.json")) return whole(load_checkpoint(path, group));
+  if (file_exists(path + "/manifest.json")) return whole(load_checkpoint(path, ranks));
   std::error_code ignored;
   if (!std::filesystem::is_directory(path, ignored))
     throw_bad_input("{}: no such checkpoint or run folder; check the path", path);
   auto newest = load_newest(
-      path, [](const std::string& message) { log_line(LogLevel::kWarning, message); }, group);
+      path, [](const std::string& message) { log_line(LogLevel::kWarning, message); }, ranks);
   if (newest) return whole(std::move(*newest));
   const char* const of_models[] = {"/model.safetensors", "/model.safetensors.index.json", "/snapshots"};
   if (std::ranges::any_of(of_models, [&](const char* name) { return file_exists(path + name); })) {

@@ -13,9 +13,9 @@ namespace parka {
 // The checkpoint at `path`, which is a checkpoint folder, or a run folder; then it is the newest good one (damaged
 // ones are logged). Weights that are in another checkpoint, its base, come with it (attach_base);
 // checkpoint.init_from of its config with `overrides` is one of the places where that is looked for. Throws
-// Error(kBadInput) if there is no checkpoint or base. All ranks of the group must call this.
+// Error(kBadInput) if there is no checkpoint or base. All of `ranks` must call this.
 LoadedCheckpoint open_checkpoint(const std::string& path, const std::vector<std::string>& overrides = {},
-                                 const LoadGroup& group = {});
+                                 Communicator& ranks = *make_single_communicator());
 
 // The model of a config for inference with its tensors declared: for batches of up to config.training.
 // micro_batch_size sequences, and with a cache for generation if `cache` is not empty.

@@ -25,6 +25,7 @@
 #endif
 
 #include "core/error.h"
+#include "core/heartbeat.h"
 #include "engine/files/json_text.h"
 
 namespace parka {
@@ -144,7 +145,7 @@ std::string Checksum::hex() const {
   return fmt::format("{:016x}{:016x}", hash.high64, hash.low64);
 }
 
-std::string checksum_of(const ReadOnlyFile& file, const std::function<void()>& progress) {
+std::string checksum_of(const ReadOnlyFile& file) {
   constexpr int64_t kPiece = int64_t{4} << 20;
   Checksum checksum;
   std::vector<std::byte> piece;
@@ -152,7 +153,7 @@ std::string checksum_of(const ReadOnlyFile& file, const std::function<void()>& p
     piece.resize(static_cast<size_t>(std::min(kPiece, file.size() - begin)));
     file.read(begin, piece);
     checksum.update(piece);
-    if (progress) progress();
+    heartbeat();
   }
   return checksum.hex();
 }

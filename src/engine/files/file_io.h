@@ -59,8 +59,8 @@ class Checksum {
   std::unique_ptr<State> state_;
 };
 
-// That of all bytes of a file. Calls `progress` behind every 4 MiB.
-std::string checksum_of(const ReadOnlyFile& file, const std::function<void()>& progress = {});
+// That of all bytes of a file. Each 4 MiB are a heartbeat().
+std::string checksum_of(const ReadOnlyFile& file);
 
 // A new file, checksummed while it is written. Nothing is durable before sync_and_close().
 class OutputFile {

@@ -13,6 +13,7 @@
 #include <unistd.h>
 
 #include "core/error.h"
+#include "core/log/log.h"
 #include "engine/files/json_text.h"
 
 namespace parka {
@@ -73,17 +74,15 @@ std::string evaluated(const nlohmann::json& record) {
   return kind == "task" ? "task " + text("task") : "";
 }
 
-MetricsLog::MetricsLog(std::string path, MetricsHooks hooks)
-    : path_(std::move(path)), hooks_(std::move(hooks)), file_(open_for_adding(path_)) {}
+MetricsLog::MetricsLog(std::string path, const RunLock* lock)
+    : path_(std::move(path)), lock_(lock), file_(open_for_adding(path_)) {}
 
 void MetricsLog::follow_path() {
   if (is_at(file_.get(), path_)) return;
-  if (hooks_.check_folder) hooks_.check_folder();
+  if (lock_ != nullptr) lock_->require_ours();
   file_ = open_for_adding(path_);
-  if (hooks_.report) {
-    hooks_.report(fmt::format(
-        "{}: was removed, moved or replaced during the run; further records go to a new file of this name", path_));
-  }
+  log_warning("{}: was removed, moved or replaced during the run; further records go to a new file of this name",
+              path_);
 }
 
 void MetricsLog::append(const std::string& lines) {

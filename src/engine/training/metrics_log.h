@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdint>
-#include <functional>
 #include <mutex>
 #include <set>
 #include <string>
@@ -8,14 +7,9 @@
 #include <nlohmann/json.hpp>
 
 #include "engine/files/file_io.h"
+#include "engine/training/run_lock.h"
 
 namespace parka {
-
-struct MetricsHooks {
-  // Throws if the folder is no longer the run's (RunLock::require_ours).
-  std::function<void()> check_folder = {};
-  std::function<void(const std::string& message)> report = {};
-};
 
 // What the record of an evaluation is of: "data.eval", "set NAME" or "task NAME"; empty for other records.
 std::string evaluated(const nlohmann::json& record);
@@ -24,12 +18,13 @@ std::string evaluated(const nlohmann::json& record);
 // describes a training step has an integer field "step".
 class MetricsLog {
  public:
-  // Opens the file for appending; creates it if there is none. Throws Error(kBadInput) or Error(kIo).
-  explicit MetricsLog(std::string path, MetricsHooks hooks = {});
+  // Opens the file for appending; creates it if there is none. Throws Error(kBadInput) or Error(kIo). `lock`: of
+  // its folder, if it is a run's.
+  explicit MetricsLog(std::string path, const RunLock* lock = nullptr);
 
   // Appends one line and passes it to the system before it returns, so that a kill of this process loses nothing.
   // NaN and infinities become null. Throws Error(kIo); the file then still ends with a whole line. If the file was
-  // removed, moved or replaced since it was opened, this is reported, and the line goes to the file that is at the
+  // removed, moved or replaced since it was opened, it warns, and the line goes to the file that is at the
   // path now, or to a new one, unless the folder is no longer the run's.
   void write(const nlohmann::ordered_json& record);
   // The same, and a new file in place of one that is gone begins with this record, too.
@@ -64,7 +59,7 @@ class MetricsLog {
   void append(const std::string& lines);
 
   const std::string path_;
-  MetricsHooks hooks_;
+  const RunLock* lock_;
   std::mutex mutex_;  // of file_
   FileDescriptor file_;
   std::string first_;  // line of a new file

@@ -5,13 +5,13 @@
 
 #include <fmt/format.h>
 
+#include "core/heartbeat.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 
 namespace parka {
 
-nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator,
-                              const std::function<void()>& progress) {
+nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator) {
   nlohmann::json all = nlohmann::json::array();
   for (const TokenFiles::FileIdentity& identity : files.identities()) {
     all.push_back({{"name", recordable_path(identity.name)},
@@ -19,6 +19,7 @@ nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicat
                    {"fingerprint", identity.fingerprint}});
   }
   if (!checksum) return all;
+  heartbeat("reading data.train");
   const std::vector<const ReadOnlyFile*> opened = files.files();
   const auto rank = static_cast<size_t>(communicator.rank()), size = static_cast<size_t>(communicator.size());
   // Each rank reads a file of every round. Ranks meet after a round, so that none waits long for another.
@@ -29,7 +30,7 @@ nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicat
   for (size_t first = 0; first < opened.size(); first += size) {
     const size_t own = first + rank;
     const std::vector<std::string> of_ranks =
-        communicator.gather_text(own < opened.size() ? checksum_of(*opened[own], progress) : "");
+        communicator.gather_text(own < opened.size() ? checksum_of(*opened[own]) : "");
     for (size_t i = first; i < std::min(first + size, opened.size()); ++i) all[i]["checksum"] = of_ranks[i - first];
   }
   return all;

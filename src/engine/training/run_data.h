@@ -1,5 +1,4 @@
 #pragma once
-#include <functional>
 #include <string>
 #include <vector>
 
@@ -12,10 +11,8 @@
 namespace parka {
 
 // What a checkpoint keeps of each training file: name, size and fingerprint, and with data.checksum the XXH3-128 of
-// all its bytes. All ranks must call this: each reads a share of the files, and calls `progress` again and again
-// meanwhile.
-nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator,
-                              const std::function<void()>& progress = {});
+// all its bytes. All ranks must call this: each reads a share of the files, which is a heartbeat().
+nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator);
 
 // The differences between the files `now` and those of a checkpoint, `saved`, each as a line that names a file.
 // Checksums are compared if both have them.

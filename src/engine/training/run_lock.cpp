@@ -10,6 +10,7 @@
 #include <sys/file.h>
 
 #include "core/error.h"
+#include "core/log/log.h"
 
 namespace parka {
 namespace {
@@ -23,7 +24,7 @@ FileDescriptor open_lock(const std::string& path, RunLock::Role role) {
 
 }  // namespace
 
-RunLock::RunLock(std::string folder, Role role, const std::function<void(const std::string& message)>& report)
+RunLock::RunLock(std::string folder, Role role)
     : folder_(std::move(folder)),
       path_(folder_ + "/lock"),
       is_new_(role == Role::kHolder && !file_exists(path_)),
@@ -39,8 +40,8 @@ RunLock::RunLock(std::string folder, Role role, const std::function<void(const s
         "{}: another process is training in this folder; wait for it, or choose another checkpoint.folder",
         folder_);
   }
-  report(fmt::format("{}: cannot be locked ({}): make sure that no second run is started in this folder", path_,
-                     std::generic_category().message(errno)));
+  log_warning("{}: cannot be locked ({}): make sure that no second run is started in this folder", path_,
+              std::generic_category().message(errno));
 }
 
 RunLock::~RunLock() {

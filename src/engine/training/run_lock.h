@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdint>
-#include <functional>
 #include <string>
 
 #include "engine/files/file_io.h"
@@ -17,9 +16,9 @@ class RunLock {
     kHolder,   // locks the folder: rank 0
     kWitness,  // the other ranks: know the file that rank 0 has locked
   };
-  // Throws Error(kBadInput) if another process holds the lock. On a file system without locks it calls `report` and
+  // Throws Error(kBadInput) if another process holds the lock. On a file system without locks it warns and
   // continues.
-  RunLock(std::string folder, Role role, const std::function<void(const std::string& message)>& report);
+  RunLock(std::string folder, Role role);
   RunLock(const RunLock&) = delete;
   RunLock& operator=(const RunLock&) = delete;
   ~RunLock();

@@ -11,8 +11,10 @@
 #include <fmt/format.h>
 
 #include "core/error.h"
+#include "core/log/log.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
+#include "engine/step/telemetry.h"
 
 namespace parka {
 namespace {
@@ -156,13 +158,87 @@ void RunRecords::write_again() {
   }
 }
 
-void RunRecords::write_start(int64_t step, const nlohmann::ordered_json& facts) {
+double RunRecords::write_step(const StepReport& report, const TrainingRun& run, const ModelSpeed& speed,
+                              double save_wait_seconds) {
+  const int64_t tokens = run.tokens_per_step();
+  const WallTime wall = count_step(report.seconds, tokens, report.finished);
+  if (!log_) return wall.goodput;
+  const double tokens_per_second = static_cast<double>(tokens) / report.seconds;
+  nlohmann::ordered_json line = {{"kind", "train"},
+                                 {"step", report.step},
+                                 {"tokens", report.step * tokens},
+                                 {"epoch", report.data.epoch},
+                                 {"loss", report.loss},
+                                 {"grad_norm", report.grad_norm},
+                                 {"lr", report.learning_rate},
+                                 {"applied", report.applied},
+                                 {"tokens_per_second", tokens_per_second},
+                                 {"wall_tokens_per_second", wall.tokens_per_second},
+                                 {"goodput", wall.goodput},
+                                 {"model_tflops", 1e-12 * tokens_per_second * speed.flop_per_token},
+                                 {"targets", report.num_targets},
+                                 {"seconds", report.seconds},
+                                 {"data_wait_seconds", report.data_wait_seconds},
+                                 {"save_wait_seconds", save_wait_seconds}};
+  if (!run.config().data.weights.empty()) line["source_epochs"] = run.source_epochs(report.data);
+  if (!report.culprit.empty()) line["culprit"] = report.culprit;
+  write(line, report.finished);
+  if (!report.telemetry) return wall.goodput;
+  for (const auto& telemetry : telemetry_records(*report.telemetry, report.step, run.model().parameters())) {
+    write(telemetry);
+  }
+  if (const auto change = attention_watch_.add(report.telemetry->attention)) {
+    write(warning_record(*change, report.step));
+    log_line(change->raised ? LogLevel::kWarning : LogLevel::kInfo, warning_line(*change, report.step));
+  }
+  return wall.goodput;
+}
+
+void RunRecords::sync() {
+  try {
+    if (log_) log_->sync();
+  } catch (const Error& e) {
+    log_warning("{}", e.what());
+  }
+}
+
+std::set<std::string> RunRecords::read_earlier(int64_t step) {
+  history_ = read_history(path_, step);
+  return history_.evaluations;
+}
+
+void RunRecords::continue_after(int64_t step, const std::set<std::string>& made_again) const {
+  const MetricsLog::Truncated result = MetricsLog::truncate_after(path_, step, made_again);
+  if (result.later > 0)
+    log_info("{}: {} records after step {} removed; those steps are run again", path_, result.later, step);
+  if (result.evaluations > 0)
+    log_info("{}: {} records of the evaluation of step {} removed; it is made again", path_, result.evaluations,
+             step);
+  if (!result.set_aside.empty()) {
+    log_warning("{}: had no record of a run; it is now {}", path_, result.set_aside);
+  } else if (result.unreadable > 0) {
+    log_warning("{}: {} torn lines removed", path_, result.unreadable);
+  }
+  if (result.missing > 0) {
+    log_warning(
+        "{}: the records of {} of the steps {} to {} are missing: the file was cut or replaced, or could not be written",
+        path_, result.missing, result.first_missing, result.last_missing);
+  }
+}
+
+void RunRecords::begin_anew() const {
+  const std::string kept = MetricsLog::begin_anew(path_);
+  if (kept.empty()) return;
+  log_info("{}: is new; the records of an earlier run, which left no checkpoint, are now in {}", path_, kept);
+}
+
+void RunRecords::open(const RunLock& lock, int64_t step, const nlohmann::ordered_json& facts) {
+  log_.emplace(path_, &lock);
   nlohmann::ordered_json record = {{"kind", "start"}, {"step", step}};
   record.update(facts);
   record["earlier_seconds"] = history_.wall_seconds;
   const Clock::time_point now = Clock::now();
   last_step_ = wall_seconds(now);
-  if (!log_) return;
   add_time(record, now);
   log_->write_first(record);
 }

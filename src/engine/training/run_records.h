@@ -8,8 +8,13 @@
 
 #include <nlohmann/json.hpp>
 
+#include "engine/config/config.h"
+#include "engine/step/attention_watch.h"
 #include "engine/training/deferred_error.h"
 #include "engine/training/metrics_log.h"
+#include "engine/training/run_lock.h"
+#include "engine/training/speed.h"
+#include "engine/training/training_run.h"
 
 namespace parka {
 
@@ -26,43 +31,55 @@ RunHistory read_history(const std::string& metrics_path, int64_t step);
 // Local time with its zone: "2026-11-23T14:03:07.120+01:00".
 std::string time_text(std::chrono::system_clock::time_point time);
 
-// Writes the records of a run, with the time and how long this start has run, and adds up how much of the
-// wall-clock time went into steps. For rank 0; on other ranks, without a log, it only adds up.
+// The records of a run in metrics.jsonl, with the time and how long this start has run, and how much of the
+// wall-clock time went into steps. For rank 0; on other ranks, where it is not opened, it only adds up.
 class RunRecords {
  public:
   using Clock = std::chrono::steady_clock;
-  // `deferred` takes the error of writing a record, and must outlive this.
-  RunRecords(Clock::time_point program_started, DeferredError& deferred)
-      : deferred_(deferred), begun_(program_started) {}
-  void set_history(const RunHistory& history) { history_ = history; }  // of the starts before
-  void open(const std::string& path, MetricsHooks hooks) { log_.emplace(path, std::move(hooks)); }
+  RunRecords(const Config& config, Clock::time_point program_started)
+      : path_(config.checkpoint.folder + "/metrics.jsonl"), attention_watch_(config), begun_(program_started) {}
 
-  // The speed of a step by the wall clock, besides the device's own times.
-  struct WallTime {
-    double tokens_per_second = 0;  // since the step before was counted
-    double goodput = 0;            // share of the run's time so far, all starts together, that went into steps
-  };
-  WallTime count_step(double step_seconds, int64_t tokens, Clock::time_point finished);
+  // Before it is opened: of a run that resumes after `step`, the evaluations of that step that are on record...
+  std::set<std::string> read_earlier(int64_t step);
+  // ... whose later records are removed, and with them those of evaluations of `step` that are `made_again`...
+  void continue_after(int64_t step, const std::set<std::string>& made_again) const;
+  // ... or of a new run, those of one before that left no checkpoint.
+  void begin_anew() const;
 
+  // Opens the file and writes the record that begins a start: `facts` and what goodput needs of the starts before.
+  // `lock`, of the run's folder, must outlive this. Throws Error(kIo).
+  void open(const RunLock& lock, int64_t step, const nlohmann::ordered_json& facts);
   // Writes a record with "time" and "wall_seconds" added. An Error(kIo) is deferred: a run that cannot write its
   // records ends, but not before its state is saved. From a deferred error on, whatever it is, nothing is written,
   // but what could not be waits for write_again.
   void write(nlohmann::ordered_json record, Clock::time_point when = Clock::now());
+  // The records of a step; of its telemetry, too, which may be a reason to warn. Returns the goodput: the share of
+  // the run's time so far, all starts together, that went into steps.
+  double write_step(const StepReport& report, const TrainingRun& run, const ModelSpeed& speed,
+                    double save_wait_seconds);
   // Writes what write() could not, once more: a disk that was full may have room again. What fails again is lost.
   void write_again();
-  void sync() {
-    if (log_) log_->sync();
-  }
-  // The record that begins a start: `facts` and what goodput needs of the starts before. Throws Error(kIo).
-  void write_start(int64_t step, const nlohmann::ordered_json& facts);
-  bool is_open() const { return log_.has_value(); }
+  // After a power failure a checkpoint must not be there without the records of its steps; but it is worth more, so
+  // this only warns.
+  void sync();
+
+  // What ends the run though its state is sound: that of write(), and what others keep here.
+  DeferredError& deferred() { return deferred_; }
 
  private:
+  // The speed of a step by the wall clock, besides the device's own times.
+  struct WallTime {
+    double tokens_per_second = 0;  // since the step before was counted
+    double goodput = 0;
+  };
+  WallTime count_step(double step_seconds, int64_t tokens, Clock::time_point finished);
   void add_time(nlohmann::ordered_json& record, Clock::time_point when) const;
   double wall_seconds(Clock::time_point when) const { return std::chrono::duration<double>(when - begun_).count(); }
 
-  DeferredError& deferred_;
-  RunHistory history_;
+  const std::string path_;
+  AttentionWatch attention_watch_;
+  DeferredError deferred_;
+  RunHistory history_;  // of the starts before
   std::optional<MetricsLog> log_;
   std::vector<nlohmann::ordered_json> unwritten_;
   Clock::time_point begun_;

@@ -32,22 +32,20 @@ void round_to_bf16(std::vector<float>& values) {
 
 }  // namespace
 
-TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& communicator,
-                         std::function<void()> reading)
+TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& communicator)
     : config_(config),
       device_(device),
       communicator_(communicator),
       zero_(zero_of(config, communicator.rank(), communicator.size())),
       data_(open_training_files(config)),
       data_fingerprint_(data_.fingerprint()),
-      data_files_(describe_files(data_, config.data.checksum, communicator, reading)),
+      data_files_(describe_files(data_, config.data.checksum, communicator)),
       declared_(config, device.kind(), zero_),
       arena_(device, declared_.plan,
              {[&](int64_t bytes) { return communicator.allocate(device, bytes); },
               [&](void* memory) { communicator.release(device, memory); }}),
       queue_(config_, zero_, declared_, arena_, device, communicator),
-      spikes_(config.training.spike_window, config.training.spike_sigma),
-      reading_(std::move(reading)) {
+      spikes_(config.training.spike_window, config.training.spike_sigma) {
   place_ = fmt::format("rank {} ({})", communicator.rank(), device.name());
   watch_state();
   start_loader({});
@@ -242,15 +240,13 @@ void TrainingRun::read_weights(const LoadedCheckpoint& checkpoint, const Config&
   const bool stays_with_base =
       config_.finetune.method != FinetuneMethod::kFull && config_.precision.compute == DType::kBF16;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    if (is_added(parameters[i])) continue;
+    const ParameterInfo& p = parameters[i];
+    if (is_other(p)) continue;
     // Frozen weights stay those that the checkpoint's model computes with, to the bit.
-    const WeightForm form = parameters[i].trainable ? WeightForm::kMaster : WeightForm::kCompute;
-    std::vector<float> values = weights.read(parameters[i], set_range(i), form);
-    if (!all_finite(values)) {
-      throw_bad_input("{}: {} holds NaN or infinite values", checkpoint.path(), parameters[i].name);
-    }
-    const bool is_exact = weights.dtype(parameters[i]) == DType::kBF16;
-    if (!parameters[i].trainable && stays_with_base && !is_exact) round_to_bf16(values);
+    const WeightForm form = p.trainable ? WeightForm::kMaster : WeightForm::kCompute;
+    std::vector<float> values = weights.read(p, set_range(i), form);
+    if (!all_finite(values)) throw_bad_input("{}: {} holds NaN or infinite values", checkpoint.path(), p.name);
+    if (!p.trainable && stays_with_base && weights.dtype(p) != DType::kBF16) round_to_bf16(values);
     set_weight(i, values);
     end_weight(i);
   }
@@ -333,23 +329,23 @@ int64_t TrainingRun::queue_gradients(bool with_telemetry, std::vector<PendingCom
   return num_targets;
 }
 
-void TrainingRun::begin_evaluation_batch(const std::exception_ptr& read_failure) {
-  if (evaluation_progress_) evaluation_progress_(read_failure);
-  queue_.begin_evaluation_batch();
+BeforeEvaluationBatch TrainingRun::evaluation_batch(const BeforeEvaluationBatch& before_each) {
+  return [this, &before_each](const std::exception_ptr& read_failure) {
+    if (before_each) before_each(read_failure);
+    queue_.begin_evaluation_batch();
+  };
 }
 
-EvaluationResult TrainingRun::evaluate(const TokenFiles& files) {
+EvaluationResult TrainingRun::evaluate(const TokenFiles& files, const BeforeEvaluationBatch& before_each) {
   return evaluate_loss(device_, declared_.model, files, config_.training.micro_batch_size,
-                       config_.training.eval_sequences, communicator_,
-                       [this](const std::exception_ptr& failure) { begin_evaluation_batch(failure); });
+                       config_.training.eval_sequences, communicator_, evaluation_batch(before_each));
 }
 
-TaskResult TrainingRun::evaluate(const EvalTask& task) {
+TaskResult TrainingRun::evaluate(const EvalTask& task, const BeforeEvaluationBatch& before_each) {
   return evaluate_task(
       device_, declared_.model, task,
       {config_.training.micro_batch_size, config_.data.sequence_length, false, config_.data.images_per_sequence},
-      config_.evaluation.task_documents, communicator_,
-      [this](const std::exception_ptr& failure) { begin_evaluation_batch(failure); });
+      config_.evaluation.task_documents, communicator_, evaluation_batch(before_each));
 }
 
 namespace {

@@ -63,9 +63,8 @@ struct StepReport {
 class TrainingRun {
  public:
   // Opens the data, declares and allocates everything. The run is at step 0 with undefined weights: call
-  // initialize() or restore(). Throws Error(kBadInput) for data that cannot be used. Where all of it is read first
-  // (data.checksum), and while restore() reads a base, `reading` is called again and again.
-  TrainingRun(const Config& config, Device& device, Communicator& communicator, std::function<void()> reading = {});
+  // initialize() or restore(). Throws Error(kBadInput) for data that cannot be used.
+  TrainingRun(const Config& config, Device& device, Communicator& communicator);
 
   void initialize();
   // For measuring speed: as initialize(), but parameters of one shape get the same values, which takes a fraction
@@ -79,11 +78,7 @@ class TrainingRun {
   // where that is allowed; so are, where they may be converted, other formats of masters and moments. Throws
   // Error(kBadInput) when the checkpoint does not fit the config or holds values that are not finite; the run must
   // not be used then.
-  struct RestoreOptions {
-    bool converts_states = false;
-  };
-  std::vector<std::string> restore(const LoadedCheckpoint& checkpoint, const RestoreOptions& options);
-  std::vector<std::string> restore(const LoadedCheckpoint& checkpoint) { return restore(checkpoint, {}); }
+  std::vector<std::string> restore(const LoadedCheckpoint& checkpoint, bool converts_states = false);
   // Everything that restore() needs. No step may be unfinished.
   enum class SnapshotForm : uint8_t {
     kCopied,  // in memory of its own
@@ -127,9 +122,6 @@ class TrainingRun {
   // Steps that were not finite, up to the newest finished one; those before restore() count.
   int64_t skipped_in_a_row() const { return skipped_in_a_row_; }
 
-  // `called` is told before each batch of an evaluation, which may take long.
-  void on_evaluation_batch(BeforeEvaluationBatch called) { evaluation_progress_ = std::move(called); }
-
   // As it was given, but for checkpoint.init_from of a run that was restored: that of the checkpoint, or where what
   // this names lies by now.
   const Config& config() const { return config_; }
@@ -141,8 +133,8 @@ class TrainingRun {
   // How often each source of a mixture has been gone through at a position.
   std::vector<double> source_epochs(DataPosition position) const;
   // Held-out loss, and scores in a task; every rank does a part of it.
-  EvaluationResult evaluate(const TokenFiles& files);
-  TaskResult evaluate(const EvalTask& task);
+  EvaluationResult evaluate(const TokenFiles& files, const BeforeEvaluationBatch& before_each = {});
+  TaskResult evaluate(const EvalTask& task, const BeforeEvaluationBatch& before_each = {});
 
   int64_t tokens_per_step() const { return config_.training.global_batch_size * config_.data.sequence_length; }
 
@@ -206,7 +198,7 @@ class TrainingRun {
   void read_tensors(const LoadedCheckpoint& checkpoint, bool converts_states);
   void stage(CheckpointContents& contents, const std::vector<TensorView>& parts);
   int64_t share_targets(int64_t own);
-  void begin_evaluation_batch(const std::exception_ptr& read_failure);
+  BeforeEvaluationBatch evaluation_batch(const BeforeEvaluationBatch& before_each);
   void initialize_one(size_t i);
   // The elements of a weight that this rank sets: its own, or all of one that is coded.
   ElementRange set_range(size_t i) const;
@@ -225,7 +217,6 @@ class TrainingRun {
   DeclaredRun declared_;
   Arena arena_;
   StepQueue queue_;
-  BeforeEvaluationBatch evaluation_progress_;
   std::unique_ptr<BatchLoader> loader_;
   double data_wait_told_ = 0;  // of the loader's wait_seconds(), what steps have reported
   DataPosition batch_start_;   // of the last global batch that was queued
@@ -235,7 +226,6 @@ class TrainingRun {
   int64_t skipped_in_a_row_ = 0;
   double last_norm_ = 0;  // of the newest finished step
   SpikeGuard spikes_;
-  std::function<void()> reading_;
   std::optional<UnfinishedStep> unfinished_;
   std::unique_ptr<Mark> step_began_;  // where the oldest unfinished step begins
   std::chrono::steady_clock::time_point step_began_at_;

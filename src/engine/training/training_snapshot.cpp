@@ -277,12 +277,7 @@ void TrainingRun::check_data(const LoadedCheckpoint& checkpoint, const SavedProg
 void TrainingRun::restore_base(const LoadedCheckpoint& checkpoint) {
   if (has_base(checkpoint)) {
     LoadedCheckpoint whole = checkpoint;
-    attach_base(whole,
-                {.rank = communicator_.rank(),
-                 .size = communicator_.size(),
-                 .gather = [this](const std::string& text) { return communicator_.gather_text(text); },
-                 .progress = reading_},
-                config_.checkpoint.init_from);
+    attach_base(whole, communicator_, config_.checkpoint.init_from);
     read_weights(whole, Config());  // what is added comes with the rest
     use_base(describe_base(*whole.base(), config_.checkpoint.folder));
   } else if (config_.finetune.base != BaseFormat::kCompute) {
@@ -337,9 +332,9 @@ void TrainingRun::read_tensors(const LoadedCheckpoint& checkpoint, bool converts
   if (conversion) conversion->run(device_, declared_.optimizer);
 }
 
-std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint, const RestoreOptions& options) {
+std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint, bool converts_states) {
   const SavedProgress progress = read_progress(checkpoint);
-  ResumeDifferences found = check_resumable(checkpoint, config_, options.converts_states);
+  ResumeDifferences found = check_resumable(checkpoint, config_, converts_states);
   std::vector<std::string> differences = std::move(found.allowed);
   check_data(checkpoint, progress);
   restore_base(checkpoint);

@@ -1,9 +1,10 @@
-#include "engine/checkpoint/saved_hook.h"
+#include "engine/training/saved_hook.h"
 
 #include <cerrno>
 #include <chrono>
 #include <csignal>
 #include <cstring>
+#include <filesystem>
 #include <string_view>
 #include <utility>
 
@@ -14,9 +15,13 @@
 
 #include <fmt/format.h>
 
+#include "core/error.h"
+#include "core/heartbeat.h"
+#include "core/log/log.h"
 #include "core/thread.h"
-#include "data/read_only_file.h"
+#include "engine/files/file_io.h"
 #include "engine/files/shell_word.h"
+#include "engine/training/stop_signal.h"
 
 namespace parka {
 namespace {
@@ -54,8 +59,6 @@ std::string describe_failure(int status) {
              : fmt::format("ended with exit code {}", WEXITSTATUS(status));
 }
 
-}  // namespace
-
 std::string command_for(const std::string& on_saved, const std::string& path) {
   const std::string word = quoted(path);
   std::string command = on_saved;
@@ -65,8 +68,13 @@ std::string command_for(const std::string& on_saved, const std::string& path) {
   return command;
 }
 
-SavedHook::SavedHook(std::string on_saved, Listener listener)
-    : on_saved_(std::move(on_saved)), listener_(std::move(listener)) {
+std::string name_of_folder(const std::string& path) { return std::filesystem::path(path).filename().string(); }
+
+}  // namespace
+
+SavedHook::SavedHook(const CheckpointConfig& config, Communicator& communicator)
+    : communicator_(communicator), on_saved_(config.on_saved), done_path_(config.folder + "/on_saved.done") {
+  if (on_saved_.empty() || communicator.rank() != 0) return;
   std::signal(SIGCHLD, SIG_DFL);  // where it is ignored, nobody learns how a command ends
   thread_ = start_thread("runs checkpoint.on_saved", [this] { work(); });
 }
@@ -74,6 +82,7 @@ SavedHook::SavedHook(std::string on_saved, Listener listener)
 SavedHook::~SavedHook() { stop_thread(thread_, mutex_, changed_, stopping_); }
 
 void SavedHook::run(const std::string& path) {
+  if (!thread_.joinable()) return;
   {
     const std::lock_guard lock(mutex_);
     next_ = path;
@@ -81,15 +90,45 @@ void SavedHook::run(const std::string& path) {
   changed_.notify_all();
 }
 
-bool SavedHook::finish(const std::function<void()>& waiting, const std::function<bool()>& is_given_up) {
+void SavedHook::begin_anew() {
+  if (communicator_.rank() == 0) remove_tree(done_path_);
+}
+
+void SavedHook::repeat(const LoadedCheckpoint& checkpoint) {
+  if (!thread_.joinable()) return;
+  const std::string name = name_of_folder(checkpoint.path());
+  if (file_exists(done_path_) && read_text(done_path_, 4096) == name + "\n") return;
+  remove_tree(done_path_);  // a later one that it may name will be made again
+  log_info("{}: {} does not name it, so the command of checkpoint.on_saved runs for it now", name, done_path_);
+  run(checkpoint.path());
+}
+
+void SavedHook::finish() {
+  const int asked_before = stop_signal();
   std::unique_lock lock(mutex_);
   const auto idle = [this] { return next_.empty() && !running_; };
-  if (idle()) return true;
-  waiting();
+  if (idle()) return;
+  log_info("waiting for the command of checkpoint.on_saved");
   while (!changed_.wait_for(lock, kBetweenLooks, idle)) {
-    if (is_given_up()) return false;
+    heartbeat("waiting for checkpoint.on_saved");
+    if (stop_signal() == asked_before) continue;
+    log_warning("checkpoint.on_saved: the command is left running; the next start runs it again");
+    return;
   }
-  return true;
+}
+
+void SavedHook::finish_on_all_ranks() {
+  if (on_saved_.empty()) return;
+  finish();
+  communicator_.max(0.0);
+}
+
+void SavedHook::note_done(const std::string& path) const {
+  try {
+    replace_file(done_path_, name_of_folder(path) + "\n");
+  } catch (const Error& e) {
+    log_warning("{}", e.what());
+  }
 }
 
 void SavedHook::work() {
@@ -102,12 +141,12 @@ void SavedHook::work() {
     lock.unlock();
     std::string failure;
     if (run_command(path, failure)) {
-      listener_.done(path);
+      note_done(path);
     } else if (!failure.empty()) {
       const char* state = file_exists(path)
                               ? "the checkpoint is complete, and the run goes on"
                               : "it was removed meanwhile: a larger checkpoint.keep leaves the command more time";
-      listener_.report(fmt::format("checkpoint.on_saved {} for {}; {}", failure, path, state));
+      log_warning("checkpoint.on_saved {} for {}; {}", failure, path, state);
     }
     lock.lock();
     running_ = false;
