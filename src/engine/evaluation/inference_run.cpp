@@ -1,12 +1,15 @@
 #include "engine/evaluation/inference_run.h"
 
 #include <algorithm>
+#include <cstddef>
 #include <filesystem>
-#include <unordered_map>
+#include <span>
+#include <vector>
 
 #include "core/log/log.h"
 #include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint_base.h"
+#include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/files/float_elements.h"
 #include "kernels/device/recording_device.h"
@@ -14,15 +17,6 @@
 namespace parka {
 
 namespace {
-
-// An imported model has its own format, and a recipe that an override gives may compute in another.
-void copy_converted(Device& device, DType dtype, ByteSpan bytes, const TensorView& view) {
-  std::vector<float> values(static_cast<size_t>(view.numel()));
-  decode_floats(dtype, bytes, values);
-  std::vector<std::byte> converted(static_cast<size_t>(view.bytes()));
-  encode_floats(values, view.dtype, converted);
-  device.copy_to_device(view.data, converted.data(), view.bytes());
-}
 
 // All that inference queues, on a device that records: a batch with and without losses, and generation.
 int64_t record_workspace_bytes(const Config& config, const CacheShape& cache) {
@@ -106,33 +100,22 @@ InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, c
   const TensorView workspace = (*arena_)[declared_.workspace];
   if (!workspace.empty()) device.set_workspace(workspace.data, workspace.bytes());
   model.bind(device, *arena_);
-  std::unordered_map<std::string, size_t> wanted;
   const std::vector<ParameterInfo>& parameters = model.parameters().all;
+  const CheckpointWeights weights(checkpoint, parameters);
+  std::vector<std::byte> bytes;
   for (size_t i = 0; i < parameters.size(); ++i) {
-    wanted.emplace(parameters[i].name, i);
-  }
-  checkpoint.for_each_tensor([&](const SafetensorsEntry& entry, ByteSpan bytes) {
-    const auto found = wanted.find(entry.name);
-    if (found == wanted.end()) return;  // masters and moments
-    const ParameterInfo& p = parameters[found->second];
-    const auto index = static_cast<int>(found->second);
-    const TensorView view = p.is_coded() ? model.weights().coded_buffer(index)
-                                         : model.weights().own()[found->second].reshaped({p.rows, p.cols});
-    const bool same_shape =
-        std::equal(entry.shape.begin(), entry.shape.end(), view.dim.begin(), view.dim.begin() + view.rank);
-    if (!is_plain_float(entry.dtype) || !same_shape) {
-      throw_bad_input("{}: {} does not fit its config, which wants {}", checkpoint.path(), entry.name,
-                      describe(view));
-    }
-    if (entry.dtype == view.dtype) {
-      device.copy_to_device(view.data, bytes.data(), view.bytes());
-    } else {
-      copy_converted(device, entry.dtype, bytes, view);
-    }
+    const ParameterInfo& p = parameters[i];
+    const auto index = static_cast<int>(i);
+    const TensorView target = p.is_coded() ? model.weights().coded_buffer(index) : model.weights().own()[i];
+    const int64_t size = size_of(target.dtype);
+    weights.read(p, {0, p.numel()}, WeightForm::kCompute, [&](int64_t first, std::span<const float> values) {
+      bytes.resize(values.size() * static_cast<size_t>(size));
+      encode_floats(values, target.dtype, bytes);
+      device.copy_to_device(static_cast<std::byte*>(target.data) + first * size, bytes.data(),
+                            static_cast<int64_t>(bytes.size()));
+    });
     if (p.is_coded()) model.weights().encode(device, index);
-    wanted.erase(found);
-  });
-  if (!wanted.empty()) throw_bad_input("{}: lacks the weight {}", checkpoint.path(), wanted.begin()->first);
+  }
   model.weights_changed(device);
 }
 

@@ -11,21 +11,27 @@
 namespace parka {
 namespace {
 
+constexpr int64_t kPieceElements = 1 << 16;
+
 template <typename Element, typename Decode>
 void decode_each(ByteSpan bytes, std::span<float> values, Decode decode) {
-  for (size_t i = 0; i < values.size(); ++i) {
-    Element element;
-    std::memcpy(&element, bytes.data() + i * sizeof(Element), sizeof(Element));
-    values[i] = decode(element);
-  }
+  parallel_for(static_cast<int64_t>(values.size()), kPieceElements, [&](int64_t begin, int64_t end) {
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+      Element element;
+      std::memcpy(&element, bytes.data() + i * sizeof(Element), sizeof(Element));
+      values[i] = decode(element);
+    }
+  });
 }
 
 template <typename Encode>
 void encode_each(std::span<const float> values, std::span<std::byte> bytes, Encode encode) {
-  for (size_t i = 0; i < values.size(); ++i) {
-    const auto element = encode(values[i]);
-    std::memcpy(bytes.data() + i * sizeof(element), &element, sizeof(element));
-  }
+  parallel_for(static_cast<int64_t>(values.size()), kPieceElements, [&](int64_t begin, int64_t end) {
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+      const auto element = encode(values[i]);
+      std::memcpy(bytes.data() + i * sizeof(element), &element, sizeof(element));
+    }
+  });
 }
 
 // Whether all elements, without their sign, are below `limit` as integers: so are the finite ones of every float

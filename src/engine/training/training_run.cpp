@@ -155,15 +155,14 @@ std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& ch
   const FinetuneMethod method = config_.finetune.method;
   if (method != FinetuneMethod::kFull && saved.finetune.method == method) {
     continue_added(checkpoint, saved.finetune);
-    queue_.weights_changed();
-    return std::move(differences.allowed);
+  } else {
+    check_without_side(checkpoint, saved.finetune.method);
+    read_weights(checkpoint, Weights::kOfModel, lora_adapters(saved));
+    for (size_t i = 0; i < declared_.model.parameters().all.size(); ++i) {
+      if (is_added(declared_.model.parameters().all[i])) initialize_one(i);
+    }
+    if (method != FinetuneMethod::kFull) use_base(describe_base(checkpoint, config_.checkpoint.folder));
   }
-  check_without_side(checkpoint, saved.finetune.method);
-  read_weights(checkpoint, saved);
-  for (size_t i = 0; i < declared_.model.parameters().all.size(); ++i) {
-    if (is_added(declared_.model.parameters().all[i])) initialize_one(i);
-  }
-  if (method != FinetuneMethod::kFull) use_base(describe_base(checkpoint, config_.checkpoint.folder));
   queue_.weights_changed();
   return std::move(differences.allowed);
 }
@@ -215,26 +214,18 @@ void TrainingRun::check_same_added(const LoadedCheckpoint& checkpoint, const Fin
 
 void TrainingRun::continue_added(const LoadedCheckpoint& checkpoint, const FinetuneConfig& saved) {
   check_same_added(checkpoint, saved);
-  read_weights(checkpoint, Config());
-  const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
-  const CheckpointWeights weights(checkpoint, parameters);
-  for (size_t i = 0; i < parameters.size(); ++i) {
-    if (!is_added(parameters[i])) continue;
-    const std::vector<float> values = weights.read(parameters[i], set_range(i), WeightForm::kMaster);
-    if (!all_finite(values)) {
-      throw_bad_input("{}: {} holds NaN or infinite values", checkpoint.path(), parameters[i].name);
-    }
-    set_weight(i, values);
-  }
+  read_weights(checkpoint, Weights::kOfModel);
+  read_weights(checkpoint, Weights::kAdded);
   use_base(describe_base(*checkpoint.base(), config_.checkpoint.folder));
 }
 
-// Those of the model without what is added to it.
-void TrainingRun::read_weights(const LoadedCheckpoint& checkpoint, const Config& saved) {
+void TrainingRun::read_weights(const LoadedCheckpoint& checkpoint, Weights which,
+                               const CheckpointAdapters& adapters) {
   const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
-  std::vector<ParameterInfo> of_model = parameters;
-  std::erase_if(of_model, is_added);
-  const CheckpointWeights weights(checkpoint, of_model, lora_adapters(saved));
+  const auto is_other = [&](const ParameterInfo& p) { return is_added(p) != (which == Weights::kAdded); };
+  std::vector<ParameterInfo> wanted = parameters;
+  std::erase_if(wanted, is_other);
+  const CheckpointWeights weights(checkpoint, wanted, adapters);
   // Weights of a base are in no checkpoint of this run: whoever reads them from the base's, inference and export
   // too, rounds to nearest even.
   const bool stays_with_base =

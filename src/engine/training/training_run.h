@@ -15,6 +15,7 @@
 #include "data/batch_loader.h"
 #include "data/token_files.h"
 #include "engine/checkpoint/checkpoint.h"
+#include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/config/config.h"
 #include "engine/evaluation/evaluation.h"
@@ -174,8 +175,9 @@ class TrainingRun {
   void hash_state(IntegrityChecks::Table table) const;
   void hash_unchanged(size_t parameter) const;
   bool state_is_watched_at(int64_t step) const;
-  // Takes the model's weights from a checkpoint, with the adapters of its config `saved` added to them.
-  void read_weights(const LoadedCheckpoint& checkpoint, const Config& saved);
+  // Takes weights from a checkpoint, with what its `adapters` add to them.
+  enum class Weights : uint8_t { kOfModel, kAdded };  // added: adapters or a side network
+  void read_weights(const LoadedCheckpoint& checkpoint, Weights which, const CheckpointAdapters& adapters = {});
   // Refuses a checkpoint whose `saved` method of fine-tuning, other than ours, cannot be gone on from.
   void check_without_side(const LoadedCheckpoint& checkpoint, FinetuneMethod saved) const;
   // Refuses one whose adapters or side network are others than ours.

@@ -278,7 +278,7 @@ void TrainingRun::restore_base(const LoadedCheckpoint& checkpoint) {
   if (has_base(checkpoint)) {
     LoadedCheckpoint whole = checkpoint;
     attach_base(whole, communicator_, config_.checkpoint.init_from);
-    read_weights(whole, Config());  // what is added comes with the rest
+    read_weights(whole, Weights::kOfModel);  // what is added comes with the rest
     use_base(describe_base(*whole.base(), config_.checkpoint.folder));
   } else if (config_.finetune.base != BaseFormat::kCompute) {
     throw_bad_input(
