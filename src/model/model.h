@@ -90,14 +90,15 @@ class Model {
 
   // Forward and backward: the gradients of grad_scale * (sum of the loss over all targets) are written to
   // `gradients` or added to them, in the order of the parameter table; views of frozen parameters are empty.
-  // losses() has the per-token losses afterwards. The host does not wait. With `may_replay` the device may record
-  // the work and queue the recording instead: where hooks queue nothing.
+  // losses() has the per-token losses afterwards. The host does not wait.
+  enum class Queueing : uint8_t {  // all give the same bits
+    kMayReplay,      // the device may record the work and queue the recording instead: where hooks queue nothing
+    kEachTime,       // op by op
+    kWithTelemetry,  // likewise, and leaves telemetry(); declare_telemetry() was called
+  };
   void accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,
                             const std::vector<TensorView>& gradients, Accumulation accumulation,
-                            bool may_replay = true);
-  // The same, bit for bit, and leaves telemetry(). Slower: nothing is replayed. declare_telemetry() was called.
-  void accumulate_gradients_with_telemetry(Device& device, const Batch& batch, const LossOptions& options,
-                                           const std::vector<TensorView>& gradients, Accumulation accumulation);
+                            Queueing queueing = Queueing::kMayReplay);
   // Quantization errors of the last such micro-batch: one row of QuantizationTotals for each QuantizedTensor of
   // each block, fp32 [blocks * kNumQuantizedTensors, QuantizationTotals::kCount]; zeros for tensors that are not in
   // FP8. Empty if none is, or without declare_telemetry(). Activations and gradients count with their first

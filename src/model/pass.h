@@ -26,24 +26,18 @@ class Model::Pass {
             const RotaryTables& side_tables);
 
   const PrecisionConfig& precision() const { return precision_; }
-  const ActivationOffload& offload() const { return stack_.offload(); }
+  const Stack& stack() const { return stack_; }
+  const Head& head() const { return head_; }
+  const SampleBuffers& telemetry() const { return telemetry_; }
   void set_hooks(UnitHooks* hooks) { hooks_ = hooks; }
   void set_context(ContextExchange* context) { context_ = context; }
 
   // Copies the batch to the device. `keep`: forward is to leave what backward needs.
   StepContext load(Device& device, const Batch& batch, bool keep) const;
-  // All up to the final norm.
+  // All up to the final norm: what head() makes losses and logits of.
   void forward(const StepContext& step) const;
-  // Forward has run. Loss of every token.
-  void loss(const StepContext& step) const { head_.loss(step); }
   // Forward has run with step.keep. Loss, and gradients into step.gradients.
   void loss_and_backward(const StepContext& step, const LossOptions& options) const;
-  // Forward has run. Logits of some rows, until the next call; count is at most max_logit_rows().
-  TensorView logits(const StepContext& step, int64_t first_row, int64_t count) const {
-    return head_.logits(step, first_row, count);
-  }
-  int64_t max_logit_rows() const { return head_.max_rows(); }
-  TensorView losses(const StepContext& step) const { return head_.losses(step); }
 
   // Like load(), for generation: row t is the token rows[t], and forward appends its keys and values to the cache.
   // With `newest` each row is the newest token of a sequence, and attends to the cache; else the rows are one
@@ -56,8 +50,6 @@ class Model::Pass {
   void bind_telemetry(Device& device) { telemetry_.bind(device, *arena_); }
   // From here on the step leaves statistics.
   void start_sampling(StepContext& step) const;
-  const TensorView& telemetry_statistics() const { return telemetry_.statistics(); }
-  const TensorView& attention_telemetry() const { return telemetry_.attention(); }
 
  private:
   struct Scopes {
@@ -70,7 +62,6 @@ class Model::Pass {
   void load_tokens(const StepContext& step, const Batch& batch) const;
   Positions positions(const TensorView& table, const TensorView& first_keys, const BatchShape& shape) const;
   void load_first_keys(StepContext& step, const int32_t* of_documents) const;
-  void forward_blocks(const StepContext& step) const;
 
   PrecisionConfig precision_;
   BatchShape max_shape_;

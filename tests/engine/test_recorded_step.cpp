@@ -13,8 +13,8 @@
 #include <sys/resource.h>
 
 #include "core/memory/unit_buffers.h"
+#include "engine/step/bound_run.h"
 #include "engine/step/declared_run.h"
-#include "engine/step/step_queue.h"
 #include "engine/training/training_run.h"
 #include "kernels/device/step_section_names.h"
 #include "kernels/op/workspace.h"
@@ -474,8 +474,11 @@ TEST_CASE("an op that takes more workspace than there is is refused by name", "[
           const Zero zero;
           DeclaredRun declared(config, DeviceKind::kCuda, zero, workspace);
           const Arena arena(device, declared.plan);
-          StepQueue queue(config, zero, declared, arena, device, communicator);
-          queue.micro_batch({ids.data(), ids.data(), {1, kStepSequence}}, queue.loss_options(1), {true, true});
+          BoundRun bound(config, zero, declared, arena, device, communicator);
+          const BoundRun::MicroBatch how = bound.begin_micro_batch({true, true});
+          declared.model.accumulate_gradients(device, {ids.data(), ids.data(), {1, kStepSequence}},
+                                              bound.loss_options(1), declared.optimizer.gradients(),
+                                              how.accumulation, how.queueing);
         },
         ExitCode::kInternal);
   };
@@ -547,13 +550,15 @@ class RecordedLoads {
         communicator_(0, 1),
         declared_(config, DeviceKind::kCuda, zero_, /*workspace_bytes=*/0),
         arena_(device_, declared_.plan),
-        queue_(config, zero_, declared_, arena_, device_, communicator_) {}
+        bound_(config, zero_, declared_, arena_, device_, communicator_) {}
 
   // The bytes of each copy of a micro-batch, in their order.
   std::vector<int64_t> of_micro_batch(const ParameterExchange::Place& place) {
     static constexpr int32_t kUnread = 0;
     loads_.clear();
-    queue_.micro_batch({&kUnread, &kUnread, {1, kStepSequence}}, queue_.loss_options(1), place);
+    const BoundRun::MicroBatch how = bound_.begin_micro_batch(place);
+    declared_.model.accumulate_gradients(device_, {&kUnread, &kUnread, {1, kStepSequence}}, bound_.loss_options(1),
+                                         declared_.optimizer.gradients(), how.accumulation, how.queueing);
     return loads_;
   }
   // Loads that no op ran beside, before something waited for them.
@@ -579,7 +584,7 @@ class RecordedLoads {
   RecordingCommunicator communicator_;
   DeclaredRun declared_;
   Arena arena_;
-  StepQueue queue_;
+  BoundRun bound_;
 };
 
 }  // namespace

@@ -8,7 +8,7 @@
 #include <utility>
 
 #include "core/error.h"
-#include "engine/step/step_queue.h"
+#include "engine/step/bound_run.h"
 
 namespace parka {
 namespace {
@@ -33,7 +33,7 @@ class RecordingRank {
                        .wait = [this](RecordedWait wait) { add(wait); }}),
         declared_(config, DeviceKind::kCuda, zero, /*workspace_bytes=*/0),
         arena_(device_, declared_.plan),
-        queue_(config_, zero_, declared_, arena_, device_, communicator_) {
+        bound_(config_, zero_, declared_, arena_, device_, communicator_) {
     take();
   }
 
@@ -42,10 +42,12 @@ class RecordingRank {
   std::vector<Gemm> take_products() { return std::exchange(products_, {}); }
   int64_t workspace_bytes() const { return device_.workspace_bytes(); }
 
-  void begin_step() { queue_.begin_step(); }
+  void begin_step() { bound_.begin_step(); }
   void micro_batch(const ParameterExchange::Place& place, bool with_telemetry = false) {
-    if (releases_gradients()) queue_.release_update(/*update=*/1, config_.optimizer.lr);
-    queue_.micro_batch(batch(), queue_.loss_options(/*num_targets=*/1), place, with_telemetry);
+    if (releases_gradients()) bound_.release_update(/*update=*/1, config_.optimizer.lr);
+    const BoundRun::MicroBatch how = bound_.begin_micro_batch(place, with_telemetry);
+    declared_.model.accumulate_gradients(device_, batch(), bound_.loss_options(/*num_targets=*/1),
+                                         declared_.optimizer.gradients(), how.accumulation, how.queueing);
   }
   // All micro-batches of a step that accumulates, if a run may have one.
   void micro_batches() {
@@ -58,11 +60,11 @@ class RecordingRank {
   }
   void update() {
     if (releases_gradients()) {
-      queue_.end_update();
+      bound_.end_update();
     } else {
-      queue_.update(/*update=*/1, config_.optimizer.lr);
+      bound_.update(/*update=*/1, config_.optimizer.lr);
     }
-    queue_.weights_stepped();
+    bound_.weights_stepped();
   }
   void telemetry_and_checks() {
     if (declared_.telemetry) {
@@ -78,8 +80,8 @@ class RecordingRank {
   }
   void other_than_steps() {
     for_each_coded([&](int i) { declared_.model.weights().encode(device_, i); });
-    queue_.weights_changed();
-    queue_.begin_evaluation_batch();
+    bound_.weights_changed();
+    bound_.begin_evaluation_batch();
     declared_.model.evaluate(device_, batch());
   }
 
@@ -109,7 +111,7 @@ class RecordingRank {
   RecordingCommunicator communicator_;
   DeclaredRun declared_;
   Arena arena_;
-  StepQueue queue_;
+  BoundRun bound_;
 };
 
 // Calls part(times) after each part of a step that `rank` has been asked for.

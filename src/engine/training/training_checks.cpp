@@ -40,13 +40,15 @@ void TrainingRun::queue_hashed(Table table, const Model::Batch& batch, const Mod
   const size_t num_parameters = optimizer.gradients().size();
   const auto hash_gradient = [&](size_t i) { checks.hash_one(device_, table, i, optimizer.gradients()[i]); };
   checks.clear(device_, table);
-  const bool by_hooks = queue_.takes_gradients(place);
+  const bool by_hooks = bound_.takes_gradients(place);
   if (by_hooks) {
-    queue_.on_gradient([&](int parameter) { hash_gradient(static_cast<size_t>(parameter)); });
+    bound_.on_gradient([&](int parameter) { hash_gradient(static_cast<size_t>(parameter)); });
   }
-  queue_.micro_batch(batch, options, place, with_telemetry);
+  const BoundRun::MicroBatch how = bound_.begin_micro_batch(place, with_telemetry);
+  declared_.model.accumulate_gradients(device_, batch, options, optimizer.gradients(), how.accumulation,
+                                       how.queueing);
   if (by_hooks) {
-    queue_.on_gradient({});
+    bound_.on_gradient({});
   } else {
     for (size_t i = 0; i < num_parameters; ++i) hash_gradient(i);
   }
@@ -57,7 +59,7 @@ void TrainingRun::queue_replayed(const Model::Batch& batch, const Model::LossOpt
                                  const ParameterExchange::Place& place, bool with_telemetry,
                                  std::vector<PendingComparison>& comparisons) {
   const IntegrityChecks& checks = declared_.checks;
-  queue_.hold_update();
+  bound_.hold_update();
   queue_hashed(Table::kFirstGradients, batch, options, place, /*with_telemetry=*/false);
   device_.fill_zero(options.loss_sum.data, options.loss_sum.bytes());
   queue_hashed(Table::kSecondGradients, batch, options, place, with_telemetry);

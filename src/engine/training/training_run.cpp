@@ -44,7 +44,7 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
       arena_(device, declared_.plan,
              {[&](int64_t bytes) { return communicator.allocate(device, bytes); },
               [&](void* memory) { communicator.release(device, memory); }}),
-      queue_(config_, zero_, declared_, arena_, device, communicator),
+      bound_(config_, zero_, declared_, arena_, device, communicator),
       spikes_(config.training.spike_window, config.training.spike_sigma) {
   place_ = fmt::format("rank {} ({})", communicator.rank(), device.name());
   watch_state();
@@ -125,7 +125,7 @@ void TrainingRun::initialize() {
         name_of(config_.finetune.base));
   }
   for (size_t i = 0; i < declared_.model.parameters().all.size(); ++i) initialize_one(i);
-  queue_.weights_changed();
+  bound_.weights_changed();
 }
 
 void TrainingRun::initialize_alike() {
@@ -142,7 +142,7 @@ void TrainingRun::initialize_alike() {
       copy_weight(first->second, i);
     }
   }
-  queue_.weights_changed();
+  bound_.weights_changed();
 }
 
 std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& checkpoint) {
@@ -163,7 +163,7 @@ std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& ch
     }
     if (method != FinetuneMethod::kFull) use_base(describe_base(checkpoint, config_.checkpoint.folder));
   }
-  queue_.weights_changed();
+  bound_.weights_changed();
   return std::move(differences.allowed);
 }
 
@@ -274,56 +274,37 @@ std::vector<double> TrainingRun::source_epochs(DataPosition position) const {
   return epochs;
 }
 
-// The sum over all ranks of their targets, whose inverse is put where the gradients will be scaled by it. A step
-// without any has a loss and gradients of 0.
-int64_t TrainingRun::share_targets(int64_t own) {
+// Of all ranks in the step that begins with this micro-batch. Where steps differ in their number, its inverse is
+// put where the gradients will be scaled by it. A step without any has a loss and gradients of 0.
+int64_t TrainingRun::count_targets(const MicroBatch& first) {
+  if (!bound_.targets_vary()) return config_.training.global_batch_size * (config_.data.sequence_length - 1);
   int64_t sum = 0;
-  for (const std::string& of_rank : communicator_.gather_text(fmt::format("{}", own))) sum += std::stoll(of_rank);
-  const float share = sum == 0 ? 0.0f : static_cast<float>(1.0 / static_cast<double>(sum));
-  queue_.set_target_share(share);
+  for (const std::string& of_rank : communicator_.gather_text(fmt::format("{}", first.step_targets))) {
+    sum += std::stoll(of_rank);
+  }
+  bound_.set_target_share(sum == 0 ? 0.0f : static_cast<float>(1.0 / static_cast<double>(sum)));
   return sum;
 }
 
-// With telemetry: of the first micro-batch.
-int64_t TrainingRun::queue_gradients(bool with_telemetry, std::vector<PendingComparison>& comparisons) {
-  const TrainingConfig& training = config_.training;
-  const int64_t S = config_.data.sequence_length, step = completed_steps_ + 1;
+// `done` sequences of the step are in micro-batches before it.
+Model::Batch TrainingRun::on_host(const MicroBatch& batch, int64_t done) const {
   const BatchShape shape = config_.micro_batch_shape();
-  const bool vary = queue_.targets_vary();
-  int64_t num_targets = training.global_batch_size * (S - 1);
-  queue_.begin_step();
-  const int64_t own_sequences = training.global_batch_size / config_.data_parallel(communicator_.size());
-  for (int64_t done = 0; done < own_sequences; done += training.micro_batch_size) {
-    const ParameterExchange::Place place = {done == 0, done + training.micro_batch_size == own_sequences};
-    const MicroBatch batch = loader_->next();
-    if (vary && place.is_first) num_targets = share_targets(batch.step_targets);
-    const Model::Batch on_host = {
-        batch.tokens.data(),
-        batch.targets.data(),
-        shape,
-        shape.separate_documents ? batch.first_keys.data() : nullptr,
-        // as the loader deals them out
-        {.step = static_cast<int32_t>(step),
-         .first_sequence = static_cast<int32_t>(communicator_.rank() + done * communicator_.size()),
-         .stride = communicator_.size()},
-        batch.images.pixels.data(),
-        batch.images.positions.data()};
-    const Model::LossOptions options = queue_.loss_options(num_targets);
-    if (place.is_first && declared_.checks.replay_is_due(step)) {
-      queue_replayed(on_host, options, place, with_telemetry, comparisons);
-    } else {
-      queue_.micro_batch(on_host, options, place, with_telemetry);
-    }
-    batch_start_ = batch.start;
-    position_ = batch.after;
-  }
-  return num_targets;
+  return {batch.tokens.data(),
+          batch.targets.data(),
+          shape,
+          shape.separate_documents ? batch.first_keys.data() : nullptr,
+          // as the loader deals them out
+          {.step = static_cast<int32_t>(completed_steps_ + 1),
+           .first_sequence = static_cast<int32_t>(communicator_.rank() + done * communicator_.size()),
+           .stride = communicator_.size()},
+          batch.images.pixels.data(),
+          batch.images.positions.data()};
 }
 
 BeforeEvaluationBatch TrainingRun::evaluation_batch(const BeforeEvaluationBatch& before_each) {
   return [this, &before_each](const std::exception_ptr& read_failure) {
     if (before_each) before_each(read_failure);
-    queue_.begin_evaluation_batch();
+    bound_.begin_evaluation_batch();
   };
 }
 
@@ -361,7 +342,7 @@ PendingStep TrainingRun::queue_update(StepReport& report) {
   if (hashed_step_ == completed_steps_) hash_state(IntegrityChecks::Table::kUnchanged);
   // A save may still copy what the update changes.
   const auto wait_for_copies = [this](size_t parameter) { staging_->order_after(last_staged_[parameter]); };
-  return queue_.update(update, report.learning_rate,
+  return bound_.update(update, report.learning_rate,
                        last_staged_.empty() ? std::function<void(size_t)>() : wait_for_copies, step_limits(report));
 }
 
@@ -377,7 +358,7 @@ void TrainingRun::release_update(StepReport& report) {
       if (!parameters[i].trainable) hash_unchanged(i);  // of which no update is told
     }
   }
-  queue_.release_update(update, report.learning_rate, [this, is_watched](size_t parameter) {
+  bound_.release_update(update, report.learning_rate, [this, is_watched](size_t parameter) {
     if (is_watched) hash_unchanged(parameter);
     if (!last_staged_.empty()) staging_->order_after(last_staged_[parameter]);
   });
@@ -388,29 +369,51 @@ std::optional<StepReport> TrainingRun::step() {
     step_began_ = device_.mark();
     step_began_at_ = std::chrono::steady_clock::now();
   }
+  const TrainingConfig& training = config_.training;
+  const int64_t own_sequences = training.global_batch_size / config_.data_parallel(communicator_.size());
   StepReport report;
   report.step = completed_steps_ + 1;
   const bool with_telemetry = declared_.telemetry && declared_.telemetry->is_due(report.step);
   std::vector<PendingComparison> comparisons;
   if (declared_.optimizer.releases_gradients()) release_update(report);
-  report.num_targets = queue_gradients(with_telemetry, comparisons);
-  report.data = batch_start_;
+  bound_.begin_step();
+  for (int64_t done = 0; done < own_sequences; done += training.micro_batch_size) {
+    const ParameterExchange::Place place = {done == 0, done + training.micro_batch_size == own_sequences};
+    const MicroBatch next = loader_->next();
+    if (place.is_first) report.num_targets = count_targets(next);
+    const Model::Batch batch = on_host(next, done);
+    const Model::LossOptions options = bound_.loss_options(report.num_targets);
+    if (place.is_first && declared_.checks.replay_is_due(report.step)) {
+      queue_replayed(batch, options, place, with_telemetry, comparisons);
+    } else {
+      const BoundRun::MicroBatch how = bound_.begin_micro_batch(place, with_telemetry);
+      declared_.model.accumulate_gradients(device_, batch, options, declared_.optimizer.gradients(),
+                                           how.accumulation, how.queueing);
+    }
+    report.data = next.start;
+    position_ = next.after;
+  }
   report.data_wait_seconds = loader_->wait_seconds() - std::exchange(data_wait_told_, loader_->wait_seconds());
 
   std::optional<StepReport> previous = finish();
-  if (previous && !previous->is_finite() && config_.training.non_finite == NonFinitePolicy::kStop) return previous;
-  PendingStep result = declared_.optimizer.releases_gradients() ? queue_.end_update() : queue_update(report);
+  if (previous && !previous->is_finite() && training.non_finite == NonFinitePolicy::kStop) return previous;
+  end_step(std::move(report), with_telemetry, std::move(comparisons));
+  if (!previous && finishes_early()) return finish();
+  return previous;
+}
+
+// Queues the update, and what follows it.
+void TrainingRun::end_step(StepReport report, bool with_telemetry, std::vector<PendingComparison> comparisons) {
+  PendingStep result = declared_.optimizer.releases_gradients() ? bound_.end_update() : queue_update(report);
   if (hashed_step_ == completed_steps_) comparisons.push_back(compare_state());
   last_staged_.clear();
   std::optional<PendingTelemetry> telemetry;
   if (with_telemetry) telemetry = declared_.telemetry->queue(device_, declared_.model, declared_.optimizer);
-  queue_.weights_stepped();
+  bound_.weights_stepped();
   ++completed_steps_;
   unfinished_.emplace(UnfinishedStep{std::move(report), std::move(result), std::move(telemetry), device_.mark(),
                                      std::move(comparisons), nullptr});
   after_update(*unfinished_);
-  if (!previous && finishes_early()) return finish();
-  return previous;
 }
 
 // All ranks come to finish() at the same point of their programs, for they compare what they have in common there.

@@ -20,10 +20,10 @@
 #include "engine/config/config.h"
 #include "engine/evaluation/evaluation.h"
 #include "engine/evaluation/task_evaluation.h"
+#include "engine/step/bound_run.h"
 #include "engine/step/declared_run.h"
 #include "engine/step/integrity.h"
 #include "engine/step/parameter_exchange.h"
-#include "engine/step/step_queue.h"
 #include "engine/step/telemetry.h"
 #include "engine/training/run_data.h"
 #include "kernels/device/arena.h"
@@ -156,8 +156,9 @@ class TrainingRun {
 
   void start_loader(DataPosition position);
   int64_t micro_batches_per_step() const { return config_.micro_batches_per_step(communicator_.size()); }
-  // Returns the number of targets of the step.
-  int64_t queue_gradients(bool with_telemetry, std::vector<PendingComparison>& comparisons);
+  int64_t count_targets(const MicroBatch& first);
+  Model::Batch on_host(const MicroBatch& batch, int64_t done) const;
+  void end_step(StepReport report, bool with_telemetry, std::vector<PendingComparison> comparisons);
   bool finishes_early() const;
   // Fills in what is known of update number `update` before it is made.
   void describe_update(StepReport& report, int64_t update) const;
@@ -199,7 +200,6 @@ class TrainingRun {
   void restore_base(const LoadedCheckpoint& checkpoint);
   void read_tensors(const LoadedCheckpoint& checkpoint, bool converts_states);
   void stage(CheckpointContents& contents, const std::vector<TensorView>& parts);
-  int64_t share_targets(int64_t own);
   BeforeEvaluationBatch evaluation_batch(const BeforeEvaluationBatch& before_each);
   void initialize_one(size_t i);
   // The elements of a weight that this rank sets: its own, or all of one that is coded.
@@ -218,10 +218,9 @@ class TrainingRun {
   nlohmann::json data_files_;  // see describe_files()
   DeclaredRun declared_;
   Arena arena_;
-  StepQueue queue_;
+  BoundRun bound_;
   std::unique_ptr<BatchLoader> loader_;
   double data_wait_told_ = 0;  // of the loader's wait_seconds(), what steps have reported
-  DataPosition batch_start_;   // of the last global batch that was queued
   DataPosition position_;      // of the next one, or past the end of the epoch
   int64_t completed_steps_ = 0;
   int64_t applied_steps_ = 0;  // updates done: what bias correction counts

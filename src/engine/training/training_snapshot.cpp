@@ -348,7 +348,7 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   if (declared_.optimizer.releases_gradients()) declared_.optimizer.set_last_norm(device_, last_norm_);
   spikes_.restore(progress.recent_steps);
   start_loader(progress.position);
-  queue_.weights_changed();
+  bound_.weights_changed();
   return differences;
 }
 

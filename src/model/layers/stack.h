@@ -1,14 +1,20 @@
 #pragma once
+#include <cstdint>
 #include <functional>
 #include <string_view>
+#include <variant>
 #include <vector>
 
-#include "model/layers/block.h"
+#include "model/layers/attention.h"
+#include "model/layers/branch.h"
+#include "model/layers/mlp.h"
+#include "model/layers/swiglu.h"
 
 namespace parka {
 
-// Blocks one after another, with their buffers: the body of a model under one precision. It knows nothing of where
-// its input comes from, and what becomes of its output.
+// Transformer blocks one after another, with their buffers: the body of a model under one precision. Each is
+// attention, then SwiGLU or, of an encoder, an MLP without a gate, each of the two in a branch of the residual
+// stream. The stack knows nothing of where its input comes from, and what becomes of its output.
 class Stack {
  public:
   // Names begin with `name`. Each block's parameters are a unit of their own (ParameterInfo::unit), unless all are
@@ -17,10 +23,7 @@ class Stack {
                              bool has_units = true);
 
   // The parameters of block l alone.
-  static void add_block_parameters(ParameterList& list, const ModelConfig& model, std::string_view name,
-                                   int64_t l) {
-    Block::add_parameters(list, model, block_prefix(name, l), l);
-  }
+  static void add_block_parameters(ParameterList& list, const ModelConfig& model, std::string_view name, int64_t l);
 
   // The blocks' units are `first_unit` and following. Declares all buffers. Blocks below the lowest parameter that
   // is trained go forward only, and all where the scope has no backward.
@@ -34,18 +37,20 @@ class Stack {
   const ResidualStream& stream() const { return stream_; }
 
   // [T, d] where the input of forward() is to be.
-  TensorView input(const StepContext& step) const { return blocks_.front().input(step); }
+  TensorView input(const StepContext& step) const { return input(step, 0); }
   // Runs all blocks. Their result is residual + branch, which nobody has added yet. `between` is called before each
   // block l with the two terms that the block is to read as a sum, and with l = num_blocks() after the last; it may
   // add them, and say so.
   using Between = std::function<void(int64_t l, TensorView& residual, TensorView& branch)>;
   void forward(const StepContext& step, const Between& between = {}) const;
-  TensorView residual(const StepContext& step) const { return blocks_.back().residual(step); }
+  TensorView residual(const StepContext& step) const { return residual(step, num_blocks() - 1); }
   TensorView branch(const StepContext& step) const { return stream_.branch(step); }
   // Block l by itself, of what is in its input(); what it leaves, and backward from the gradient of that.
-  TensorView input(const StepContext& step, int64_t l) const { return block(l).input(step); }
+  TensorView input(const StepContext& step, int64_t l) const { return block(l).attention.residual(step); }
   void forward_block(const StepContext& step, int64_t l) const;
-  TensorView residual(const StepContext& step, int64_t l) const { return block(l).residual(step); }
+  TensorView residual(const StepContext& step, int64_t l) const {
+    return std::visit([&](const auto& ffn) { return ffn.residual(step); }, block(l).ffn);
+  }
   void backward_block(const StepContext& step, int64_t l, bool quantize) const;
   // From the gradient of what forward() has left to that of the input of the lowest block that goes backward; both
   // are the stream's d_residual.
@@ -55,12 +60,18 @@ class Stack {
   SampleNeeds sample_needs() const;
 
  private:
-  int unit(size_t l) const { return first_unit_ + static_cast<int>(l); }
+  using FeedForward = std::variant<Branch<Swiglu>, Branch<Mlp>>;
+  struct Block {
+    Branch<Attention> attention;
+    FeedForward ffn;
+  };
+
+  int unit(int64_t l) const { return first_unit_ + static_cast<int>(l); }
   const Block& block(int64_t l) const { return blocks_[static_cast<size_t>(l)]; }
 
   int first_unit_;
-  size_t first_backward_;  // the lowest block that goes backward
-  bool reruns_;            // precision.recompute: backward runs the forward of each block again
+  int64_t first_backward_;  // the lowest block that goes backward
+  bool reruns_;             // precision.recompute: backward runs the forward of each block again
   ResidualStream stream_;
   std::vector<Block> blocks_;
   ActivationOffload offload_;

@@ -1,4 +1,4 @@
-#include "engine/step/step_queue.h"
+#include "engine/step/bound_run.h"
 
 #include <vector>
 
@@ -10,8 +10,8 @@ constexpr uint64_t kRoundingKey = 0x9e3779b97f4a7c15;
 
 }  // namespace
 
-StepQueue::StepQueue(const Config& config, const Zero& zero, DeclaredRun& declared, const Arena& arena,
-                     Device& device, Communicator& communicator)
+BoundRun::BoundRun(const Config& config, const Zero& zero, DeclaredRun& declared, const Arena& arena,
+                   Device& device, Communicator& communicator)
     : config_(config), zero_(zero), declared_(declared), arena_(arena), device_(device) {
   if (declared_.workspace.valid()) {
     const TensorView workspace = arena_[declared_.workspace];
@@ -39,13 +39,13 @@ StepQueue::StepQueue(const Config& config, const Zero& zero, DeclaredRun& declar
   declared_.checks.bind(arena_);
 }
 
-void StepQueue::begin_step() { declared_.optimizer.begin_step(device_); }
+void BoundRun::begin_step() { declared_.optimizer.begin_step(device_); }
 
-void StepQueue::set_target_share(float share) {
+void BoundRun::set_target_share(float share) {
   device_.copy_to_device(arena_[declared_.target_share].data, &share, sizeof(share));
 }
 
-Model::LossOptions StepQueue::loss_options(int64_t num_targets) const {
+Model::LossOptions BoundRun::loss_options(int64_t num_targets) const {
   const bool vary = targets_vary();
   return {.grad_scale = vary ? 1.0f : static_cast<float>(1.0 / static_cast<double>(num_targets)),
           .z_loss = static_cast<float>(config_.training.z_loss),
@@ -53,28 +53,23 @@ Model::LossOptions StepQueue::loss_options(int64_t num_targets) const {
           .loss_sum = declared_.optimizer.loss()};
 }
 
-void StepQueue::micro_batch(const Model::Batch& batch, const Model::LossOptions& options,
-                            const ParameterExchange::Place& place, bool with_telemetry) {
+BoundRun::MicroBatch BoundRun::begin_micro_batch(const ParameterExchange::Place& place, bool with_telemetry) {
   PARKA_REQUIRE(!released_ || (place.is_first && place.is_last));
-  Model& model = declared_.model;
-  const std::vector<TensorView>& gradients = declared_.optimizer.gradients();
-  // Divided gradients leave their buffers in each micro-batch, and ParameterExchange adds them up.
-  const Model::Accumulation accumulation =
-      place.is_first || zero_.shards_gradients() ? Model::Accumulation::kBegin : Model::Accumulation::kContinue;
   if (exchange_) exchange_->begin_micro_batch(place);
-  if (with_telemetry && place.is_first) {
-    model.accumulate_gradients_with_telemetry(device_, batch, options, gradients, accumulation);
-  } else {
-    model.accumulate_gradients(device_, batch, options, gradients, accumulation,
-                               /*may_replay=*/!released_ && !context_ && (!exchange_ || exchange_->is_idle()));
-  }
+  const bool hooks_queue = released_ || context_ || (exchange_ && !exchange_->is_idle());
+  // Divided gradients leave their buffers in each micro-batch, and ParameterExchange adds them up.
+  const bool overwrites = place.is_first || zero_.shards_gradients();
+  return {overwrites ? Accumulation::kBegin : Accumulation::kContinue, with_telemetry && place.is_first
+                                                                           ? Model::Queueing::kWithTelemetry
+                                                                       : hooks_queue ? Model::Queueing::kEachTime
+                                                                                     : Model::Queueing::kMayReplay};
 }
 
-bool StepQueue::takes_gradients(const ParameterExchange::Place& place) const {
+bool BoundRun::takes_gradients(const ParameterExchange::Place& place) const {
   return released_ || (exchange_ && (place.is_last || zero_.shards_gradients()));
 }
 
-void StepQueue::on_gradient(const std::function<void(int parameter)>& called) {
+void BoundRun::on_gradient(const std::function<void(int parameter)>& called) {
   if (released_) {
     released_->on_gradient(called);
   } else {
@@ -82,26 +77,26 @@ void StepQueue::on_gradient(const std::function<void(int parameter)>& called) {
   }
 }
 
-Optimizer::SumOverRanks StepQueue::sums() {
+Optimizer::SumOverRanks BoundRun::sums() {
   if (!exchange_) return {};
   return {.of_pieces = [this](const TensorView& x) { exchange_->sum_of_pieces(device_, x); },
           .of_batches = [this](const TensorView& x) { exchange_->sum(device_, x, Peers::kAll); }};
 }
 
-uint64_t StepQueue::rounding_seed() const { return static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey; }
+uint64_t BoundRun::rounding_seed() const { return static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey; }
 
-PendingStep StepQueue::update(int64_t update, double lr, const std::function<void(size_t parameter)>& before_update,
-                              const StepLimits& limits) {
+PendingStep BoundRun::update(int64_t update, double lr, const std::function<void(size_t parameter)>& before_update,
+                             const StepLimits& limits) {
   return declared_.optimizer.step(device_, update, lr, rounding_seed(), sums(), before_update, limits);
 }
 
-void StepQueue::release_update(int64_t update, double lr,
-                               const std::function<void(size_t parameter)>& before_update) {
+void BoundRun::release_update(int64_t update, double lr,
+                              const std::function<void(size_t parameter)>& before_update) {
   PARKA_REQUIRE(released_.has_value());
   released_->set_update({{.step = update, .lr = lr, .seed = rounding_seed()}, sums(), before_update});
 }
 
-void StepQueue::share_weights(ModelWeights::Changed changed) {
+void BoundRun::share_weights(ModelWeights::Changed changed) {
   if (exchange_) {
     exchange_->weights_changed(device_, changed);
   } else {
@@ -109,14 +104,14 @@ void StepQueue::share_weights(ModelWeights::Changed changed) {
   }
 }
 
-void StepQueue::weights_stepped() { share_weights(ModelWeights::Changed::kTrained); }
+void BoundRun::weights_stepped() { share_weights(ModelWeights::Changed::kTrained); }
 
-void StepQueue::weights_changed() {
+void BoundRun::weights_changed() {
   declared_.model.weights().find_amax(device_);
   share_weights(ModelWeights::Changed::kAll);
 }
 
-void StepQueue::begin_evaluation_batch() {
+void BoundRun::begin_evaluation_batch() {
   if (exchange_) exchange_->begin_micro_batch({});
 }
 

@@ -15,15 +15,15 @@ namespace parka {
 
 // A declared run in its memory on a device: queues what a step of training consists of, whose parts are called in
 // the order below. Training queues it on a device that computes, planning on one that records.
-class StepQueue {
+class BoundRun {
  public:
   // Binds the run to the arena, and gives workspace and exchange buffer to device and communicator. Divides the
   // communicator's ranks as `zero`, zero_of() this rank, and distributed.context_parallel say. All arguments must
   // outlive the queue.
-  StepQueue(const Config& config, const Zero& zero, DeclaredRun& declared, const Arena& arena, Device& device,
-            Communicator& communicator);
-  StepQueue(const StepQueue&) = delete;
-  StepQueue& operator=(const StepQueue&) = delete;
+  BoundRun(const Config& config, const Zero& zero, DeclaredRun& declared, const Arena& arena, Device& device,
+           Communicator& communicator);
+  BoundRun(const BoundRun&) = delete;
+  BoundRun& operator=(const BoundRun&) = delete;
 
   void begin_step();
   // True if steps differ in their number of targets. Its inverse is then not a constant of what a device records,
@@ -31,9 +31,13 @@ class StepQueue {
   bool targets_vary() const { return declared_.target_share.valid(); }
   void set_target_share(float share);
   Model::LossOptions loss_options(int64_t num_targets) const;
-  // Forward and backward of a micro-batch; with telemetry of the first one of a step.
-  void micro_batch(const Model::Batch& batch, const Model::LossOptions& options,
-                   const ParameterExchange::Place& place, bool with_telemetry = false);
+  // Right before each Model::accumulate_gradients(): how it is called, with Optimizer::gradients(). There is
+  // telemetry of the first micro-batch of a step alone.
+  struct MicroBatch {
+    Accumulation accumulation;
+    Model::Queueing queueing;
+  };
+  MicroBatch begin_micro_batch(const ParameterExchange::Place& place, bool with_telemetry = false);
   // True if the gradients of such a micro-batch are not all there after it, because ranks divide them or their
   // memory is used again: then they can only be read in on_gradient().
   bool takes_gradients(const ParameterExchange::Place& place) const;
