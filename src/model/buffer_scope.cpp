@@ -1,5 +1,6 @@
 #include "model/buffer_scope.h"
 
+#include <algorithm>
 #include <utility>
 
 #include "core/error.h"
@@ -92,6 +93,7 @@ GemmInputIds BufferScope::gemm_input(const std::string& name, int64_t width, boo
         save ? kept(name, format, tokens(), width) : workspace(name, format, tokens(), width, forward | backward),
         {}};
   }
+  sample(width);
   const TensorId scale = kept_scale(name);
   GemmInputIds ids;
   ids.row = workspace(name, format, tokens(), width, forward, scale);
@@ -99,6 +101,11 @@ GemmInputIds BufferScope::gemm_input(const std::string& name, int64_t width, boo
   ids.transposed = save ? kept(name + "_t", format, width, tokens(), scale)
                         : workspace(name + "_t", format, width, tokens(), backward, scale);
   return ids;
+}
+
+void BufferScope::sample(int64_t cols, int64_t ones_cols) {
+  sample_needs_.buffer_cols = std::max(sample_needs_.buffer_cols, cols);
+  sample_needs_.ones_cols = std::max(sample_needs_.ones_cols, ones_cols);
 }
 
 TensorId BufferScope::kept_scale(const std::string& name) {

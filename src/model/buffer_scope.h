@@ -20,6 +20,11 @@ struct GemmInputIds {
   MatrixId row, transposed;
 };
 
+// Columns of the widest original that telemetry computes again, and of the ones that it takes for that.
+struct SampleNeeds {
+  int64_t buffer_cols = 0, ones_cols = 0;
+};
+
 // Layers declare their buffers here; stacks of different sizes have a scope each. A layer says what it needs, and
 // of what phases; the scope decides which category that is, and which blocks share it:
 //   workspace: all blocks, whatever the layer
@@ -86,6 +91,10 @@ class BufferScope {
   // makes the same codes again in one pass. Invalid for other scalings.
   TensorId kept_scale(const std::string& name);
 
+  // What telemetry samples of the layers: see SampleNeeds. Inputs of linear layers are counted already.
+  void sample(int64_t cols, int64_t ones_cols = 0);
+  const SampleNeeds& sample_needs() const { return sample_needs_; }
+
  private:
   TensorId declare(const std::string& category, const std::string& name, DType dtype, std::vector<int64_t> dims,
                    PhaseMask phases);
@@ -108,6 +117,7 @@ class BufferScope {
   bool reruns_;           // backward runs the forward of each block again
   bool is_forward_only_;  // the block at hand has no backward, in training
   MemoryPlan& plan_;
+  SampleNeeds sample_needs_;
   std::map<std::string, TensorId> declared_;
   std::string input_prefix_, kept_prefix_;  // of the block at hand
   size_t first_entry_ = 0;                  // of the block at hand, in the plan

@@ -211,6 +211,7 @@ Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, co
 Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
                   const BatchShape& shape, int64_t logits_chunk_tokens, Scopes&& scopes)
     : precision_(precision),
+      table_(table),
       max_shape_(shape),
       window_(model.sliding_window),
       head_unit_(table.head_unit()),
@@ -218,6 +219,7 @@ Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, co
       stack_(model, table, kDecoder, table.block_unit(0), scopes.blocks),
       embedding_(model, table, scopes.own),
       head_(model, table, logits_chunk_tokens, scopes.own) {
+  sample_needs_ = scopes.blocks.sample_needs();
   BufferScope& scope = scopes.own;
   if (model.vision.exists() && shape.images_per_sequence > 0) images_.emplace(model, table, scope);
   if (table.side.exists()) side_.emplace(model, table, scope);
@@ -370,13 +372,21 @@ void Model::Pass::loss_and_backward(const StepContext& step, const LossOptions& 
 }
 
 void Model::Pass::declare_telemetry(MemoryPlan& plan) {
-  telemetry_.declare(stack_.num_blocks(), max_shape_.num_tokens(), precision_.has_fp8(), stack_.sample_needs(),
-                     plan);
+  telemetry_.declare(stack_.num_blocks(), max_shape_.num_tokens(), precision_.has_fp8(), sample_needs_, plan);
 }
 
 void Model::Pass::start_sampling(StepContext& step) const {
   step.samples = telemetry_.start(step.device, step.num_tokens());
-  stack_.sample_weights(step);
+  if (!step.samples.active() || precision_.gemm == GemmPrecision::kCompute) return;
+  using enum QuantizedTensor;
+  for (int64_t l = 0; l < stack_.num_blocks(); ++l) {
+    for (const QuantizedTensor which : {kQkvWeight, kAttentionOutWeight, kUpGateWeight, kDownWeight}) {
+      const std::string_view name = name_of(which);  // that of the parameter, with ".weight"
+      const int weight = table_.index_of(block_prefix(kDecoder, l) + std::string(name.substr(0, name.rfind('.'))));
+      step.samples.add_whole(step.device, l, which, weights_->operand(step.device, weight),
+                             weights_->quantized(step.device, weight));
+    }
+  }
 }
 
 }  // namespace parka

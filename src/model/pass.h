@@ -64,6 +64,7 @@ class Model::Pass {
   void load_first_keys(StepContext& step, const int32_t* of_documents) const;
 
   PrecisionConfig precision_;
+  const ParameterTable& table_;
   BatchShape max_shape_;
   int64_t window_;  // model.sliding_window
   int head_unit_;
@@ -77,6 +78,7 @@ class Model::Pass {
   // sequences.
   TensorId first_keys_, windowed_first_keys_;
   TensorId dropout_position_;  // [3] int32, in training with LoraRules::dropout
+  SampleNeeds sample_needs_;
   SampleBuffers telemetry_;
 
   const Arena* arena_ = nullptr;

@@ -1,8 +1,10 @@
 #include "model/samples.h"
 
+#include <algorithm>
 #include <vector>
 
 #include "kernels/ops/quantize/quantization_statistics.h"
+#include "model/buffer_scope.h"
 #include "model/phases.h"
 
 namespace parka {

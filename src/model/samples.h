@@ -1,6 +1,4 @@
 #pragma once
-#include <algorithm>
-
 #include "core/memory/memory_plan.h"
 #include "kernels/device/arena.h"
 #include "kernels/device/device.h"
@@ -9,14 +7,7 @@
 
 namespace parka {
 
-// The needs of layers to take samples: columns of the widest original that is computed again, and of the ones.
-struct SampleNeeds {
-  int64_t buffer_cols = 0, ones_cols = 0;
-  void add(const SampleNeeds& other) {
-    buffer_cols = std::max(buffer_cols, other.buffer_cols);
-    ones_cols = std::max(ones_cols, other.ones_cols);
-  }
-};
+struct SampleNeeds;
 
 // The observer of what a micro-batch quantizes, and of its attention. Layers call it where codes have just been
 // made. Some originals are in memory there; the others exist within kernels only, and are computed again for the

@@ -57,6 +57,7 @@ void Attention::declare(BufferScope& scope) {
   if (saved.scaling != Scaling::kNone) {
     qkv_ = scope.workspace("qkv", scope.compute(), {T, d_qkv()}, phases);
     qkv_saved_ = scope.kept("qkv_fp8", saved, T, d_qkv());
+    scope.sample(d_qkv());
   } else {
     qkv_ = scope.kept("qkv", scope.compute(), {T, d_qkv()});
   }
@@ -343,21 +344,13 @@ TensorView Attention::log_sum_exp(const StepContext& step) const {
   return {whole.data, whole.dtype, {shape.num_sequences, num_heads_ / shape.context_size, shape.whole_length()}};
 }
 
-void Attention::sample_weights(const StepContext& step) const {
-  qkv_layer_.sample_weight(step, block_, QuantizedTensor::kQkvWeight);
-  out_layer_.sample_weight(step, block_, QuantizedTensor::kAttentionOutWeight);
-}
-
 // q, k and v before they are quantized, rotated unless there is a norm. Empty if no sample is wanted.
 TensorView Attention::sample_to_save(const StepContext& step, const TensorView& qkv) const {
   if (!step.samples.active() || !qkv_saved_.valid()) return {};
   const TensorView sample = step.samples.buffer(d_qkv());
   quantize(step.device, {.x = step.samples.first_rows(qkv), .out = sample});
-  if (has_qk_norm() || is_encoder_) return sample;
-  rope_forward(step.device, rotation(step, sample, {}));
+  if (!has_qk_norm()) rope_forward(step.device, rotation(step, sample, {}));
   return sample;
 }
-
-SampleNeeds Attention::sample_needs() const { return {.buffer_cols = qkv_saved_.valid() ? d_qkv() : 0}; }
 
 }  // namespace parka

@@ -35,9 +35,6 @@ class Attention {
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void backward(const StepContext& step, const GemmInput& d_out, const InputAgain& x, const TensorView& d_x) const;
 
-  void sample_weights(const StepContext& step) const;
-  SampleNeeds sample_needs() const;
-
  private:
   int64_t d_heads() const { return num_heads_ * head_dim_; }
   int64_t d_qkv() const { return (num_heads_ + 2 * num_kv_heads_) * head_dim_; }

@@ -80,13 +80,6 @@ class Branch {
                    quantize ? stream.d_residual_codes(step) : GemmInput{});
   }
 
-  void sample_weights(const StepContext& step) const { inner_.sample_weights(step); }
-  SampleNeeds sample_needs() const {
-    SampleNeeds needs = norm_.sample_needs();  // the norm behind has none
-    needs.add(inner_.sample_needs());
-    return needs;
-  }
-
  private:
   int64_t block_;
   Norm norm_;

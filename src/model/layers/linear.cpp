@@ -309,10 +309,4 @@ void Linear::in_gradients(const StepContext& step, const TensorView& input, bool
   for (size_t i = 0; i < parts.size(); ++i) step.device.copy(parts[i].data, of_adapter(i).data, parts[i].bytes());
 }
 
-void Linear::sample_weight(const StepContext& step, int64_t block, QuantizedTensor which) const {
-  if (!step.samples.active() || !is_fp8_) return;
-  step.samples.add_whole(step.device, block, which, step.weights.operand(step.device, weight_),
-                         step.weights.quantized(step.device, weight_));
-}
-
 }  // namespace parka

@@ -56,9 +56,6 @@ class Linear {
   // Sums d_out [T, N] before it is quantized. Does nothing without a bias that is trained.
   void bias_gradient(const StepContext& step, const TensorView& d_out) const;
 
-  // Samples the error of the weight's FP8 copy.
-  void sample_weight(const StepContext& step, int64_t block, QuantizedTensor which) const;
-
  private:
   struct Adapter {
     int in, out;  // parameters

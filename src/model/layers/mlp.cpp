@@ -12,10 +12,9 @@ void Mlp::add_parameters(ParameterList& list, const ModelConfig& model, const st
   Linear::add_bias(list, prefix + "fc2", d);
 }
 
-Mlp::Mlp(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table, int64_t block,
+Mlp::Mlp(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table, int64_t /*block*/,
          const std::string& prefix)
-    : block_(block),
-      d_ffn_(model.d_ffn),
+    : d_ffn_(model.d_ffn),
       activation_(model.mlp_activation),
       fc1_(precision, table, prefix + "fc1"),
       fc2_(precision, table, prefix + "fc2"),
@@ -50,7 +49,6 @@ void Mlp::save_hidden(const StepContext& step, const TensorView& hidden) const {
   const ScaledView saved = step.matrix(hidden_saved_, step.num_tokens(), d_ffn_);
   if (saved.empty()) return;
   quantize(step.device, {.x = hidden, .out = saved});
-  step.samples.add(step.device, block_, QuantizedTensor::kUpGate, hidden, saved);
   quantize(step.device, {.x = saved, .out = hidden});
 }
 
@@ -75,7 +73,6 @@ void Mlp::forward(const StepContext& step, const ScaledView& x, const TensorView
     quantize(step.device, {.x = activated,
                            .out = product,
                            .out_t = transposes ? step.matrix(product_.transposed, f, T) : ScaledView{}});
-    step.samples.add(step.device, block_, QuantizedTensor::kProduct, activated, product);
   }
   fc2_.forward(step, product, out);
 }
@@ -112,15 +109,9 @@ void Mlp::backward(const StepContext& step, const GemmInput& d_out, const InputA
   if (d_hidden_fp8_.row.valid()) {
     d_fc1 = {step.matrix(d_hidden_fp8_.row, T, f), step.matrix(d_hidden_fp8_.transposed, f, T)};
     quantize(step.device, {.x = d_hidden, .out = d_fc1.row, .out_t = d_fc1.transposed});
-    step.samples.add(step.device, block_, QuantizedTensor::kUpGateGradient, d_hidden, d_fc1.row);
   }
   fc1_.input_gradient(step, d_fc1, d_x);
   if (fc1_.reads_input_again()) fc1_.weight_gradient(step, d_fc1, x());
-}
-
-void Mlp::sample_weights(const StepContext& step) const {
-  fc1_.sample_weight(step, block_, QuantizedTensor::kUpGateWeight);
-  fc2_.sample_weight(step, block_, QuantizedTensor::kDownWeight);
 }
 
 }  // namespace parka

@@ -29,15 +29,11 @@ class Mlp {
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void backward(const StepContext& step, const GemmInput& d_out, const InputAgain& x, const TensorView& d_x) const;
 
-  void sample_weights(const StepContext& step) const;
-  SampleNeeds sample_needs() const { return {}; }
-
  private:
   void save_hidden(const StepContext& step, const TensorView& hidden) const;
   TensorView activate(const StepContext& step, const TensorView& hidden) const;
   GemmInput product_again(const StepContext& step, const TensorView& hidden) const;
 
-  int64_t block_;
   int64_t d_ffn_;
   Activation activation_;
   Linear fc1_, fc2_;

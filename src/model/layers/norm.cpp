@@ -158,8 +158,4 @@ void Norm::sample_output(const StepContext& step, int64_t block, QuantizedTensor
   samples.add(step.device, block, which, y, output(step));
 }
 
-SampleNeeds Norm::sample_needs() const {
-  return {.buffer_cols = output_.row.format.scaling == Scaling::kNone ? 0 : width_};
-}
-
 }  // namespace parka

@@ -46,7 +46,6 @@ class Norm {
   // Sample the errors of the FP8 copy that the norm reads, and of its output. After forward.
   void sample_input(const StepContext& step, int64_t block, QuantizedTensor which) const;
   void sample_output(const StepContext& step, int64_t block, QuantizedTensor which) const;
-  SampleNeeds sample_needs() const;
 
  private:
   void declare_statistics(BufferScope& scope, const std::string& name);

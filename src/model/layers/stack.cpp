@@ -94,20 +94,4 @@ void Stack::backward_block(const StepContext& step, int64_t l, bool quantize) co
   block(l).attention.backward(step, stream_, quantize);
 }
 
-SampleNeeds Stack::sample_needs() const {
-  SampleNeeds needs;
-  for (const Block& block : blocks_) {
-    needs.add(block.attention.sample_needs());
-    needs.add(std::visit([](const auto& ffn) { return ffn.sample_needs(); }, block.ffn));
-  }
-  return needs;
-}
-
-void Stack::sample_weights(const StepContext& step) const {
-  for (const Block& block : blocks_) {
-    block.attention.sample_weights(step);
-    std::visit([&](const auto& ffn) { ffn.sample_weights(step); }, block.ffn);
-  }
-}
-
 }  // namespace parka

@@ -56,9 +56,6 @@ class Stack {
   // are the stream's d_residual.
   void backward(const StepContext& step) const;
 
-  void sample_weights(const StepContext& step) const;
-  SampleNeeds sample_needs() const;
-
  private:
   using FeedForward = std::variant<Branch<Swiglu>, Branch<Mlp>>;
   struct Block {

@@ -45,7 +45,10 @@ void Swiglu::declare(BufferScope& scope) {
     up_gate_plain_ = scope.workspace("up_gate", scope.compute(), {T, 2 * f}, forward);
   }
   up_gate_ = scope.kept("up_gate", formats.up_gate, T, 2 * f);
-  if (scope.precision().save_silu) silu_ = scope.kept("silu", formats.silu, T, f);
+  if (scope.precision().save_silu) {
+    silu_ = scope.kept("silu", formats.silu, T, f);
+    scope.sample(2 * f, f);
+  }
   product_ =
       scope.gemm_input("product", f, saves_product_, forward, kBackwardSwiglu, down_layer_.reads_input_again());
   if (!scope.has_backward()) return;
@@ -53,6 +56,7 @@ void Swiglu::declare(BufferScope& scope) {
   d_product_ = scope.workspace("d_product", scope.compute(), {T, f}, kBackwardDown | kBackwardSwiglu);
   samples_amax_ = formats.samples_gradient_amax;
   d_up_gate_.row = scope.workspace("d_up_gate", formats.gradient, T, 2 * f, kGradient);
+  if (has_fp8_gradient()) scope.sample(2 * f);
   if (!formats.fp8_gemm || !up_gate_layer_.trains_weight()) return;
   d_up_gate_.transposed =
       scope.workspace("d_up_gate_t", formats.gradient, 2 * f, T, kGradient, d_up_gate_.row.scale);
@@ -105,11 +109,6 @@ void Swiglu::backward(const StepContext& step, const GemmInput& d_out, const Inp
   if (up_gate_layer_.reads_input_again()) up_gate_layer_.weight_gradient(step, d_up_gate, x());
 }
 
-void Swiglu::sample_weights(const StepContext& step) const {
-  up_gate_layer_.sample_weight(step, block_, QuantizedTensor::kUpGateWeight);
-  down_layer_.sample_weight(step, block_, QuantizedTensor::kDownWeight);
-}
-
 void Swiglu::sample_forward(const StepContext& step, const TensorView& up_gate_plain) const {
   const Samples& samples = step.samples;
   if (!samples.active()) return;
@@ -146,11 +145,6 @@ void Swiglu::sample_backward(const StepContext& step) const {
                                 .activation = activation_});
   samples.add(step.device, block_, QuantizedTensor::kUpGateGradient, d_up_gate,
               step.matrix(d_up_gate_.row, T, 2 * f));
-}
-
-SampleNeeds Swiglu::sample_needs() const {
-  return {.buffer_cols = silu_.valid() || has_fp8_gradient() ? 2 * d_ffn_ : 0,
-          .ones_cols = silu_.valid() ? d_ffn_ : 0};
 }
 
 }  // namespace parka

@@ -31,9 +31,6 @@ class Swiglu {
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void backward(const StepContext& step, const GemmInput& d_out, const InputAgain& x, const TensorView& d_x) const;
 
-  void sample_weights(const StepContext& step) const;
-  SampleNeeds sample_needs() const;
-
  private:
   bool has_fp8_gradient() const { return d_up_gate_.row.format.scaling != Scaling::kNone; }
   void sample_forward(const StepContext& step, const TensorView& up_gate_plain) const;
