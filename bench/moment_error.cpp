@@ -44,22 +44,22 @@ Measured measure(Device& device, const LoadedCheckpoint& checkpoint, double eps)
   constexpr std::string_view kFirst = ".exp_avg", kSecond = ".exp_avg_sq";
   Measured measured;
   std::map<std::string, std::vector<float>> waiting;
-  checkpoint.for_each_tensor([&](const SafetensorsEntry& tensor, ByteSpan bytes) {
+  for (const SafetensorsEntry& tensor : checkpoint.tensors()) {
     const bool is_second = tensor.name.ends_with(kSecond);
-    if (!is_second && !tensor.name.ends_with(kFirst)) return;
+    if (!is_second && !tensor.name.ends_with(kFirst)) continue;
     const std::string parameter = tensor.name.substr(0, tensor.name.size() - (is_second ? kSecond : kFirst).size());
-    std::vector<float> values = as_floats(checkpoint, tensor, bytes);
+    std::vector<float> values = as_floats(checkpoint, tensor, checkpoint.read(tensor));
     const auto other = waiting.find(parameter);
     if (other == waiting.end()) {
       waiting.emplace(parameter, std::move(values));
-      return;
+      continue;
     }
     std::vector<float>&m = is_second ? other->second : values, &v = is_second ? values : other->second;
     measured.kinds[kind_of(parameter)].add(update_errors(device, m, v, eps));
     measured.first.add(m);
     measured.second.add(v);
     waiting.erase(other);
-  });
+  }
   if (measured.kinds.empty()) throw_bad_input("{}: holds no moments of an optimizer", checkpoint.path());
   return measured;
 }

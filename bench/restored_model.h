@@ -31,14 +31,14 @@ class RestoredModel {
     for (size_t i = 0; i < declared_.model.weights().own().size(); ++i) {
       weights.emplace(declared_.model.parameters().all[i].name, declared_.model.weights().own()[i]);
     }
-    checkpoint.for_each_tensor([&](const SafetensorsEntry& tensor, ByteSpan bytes) {
+    for (const SafetensorsEntry& tensor : checkpoint.tensors()) {
       const auto found = weights.find(tensor.name);
-      if (found == weights.end()) return;  // masters and moments
+      if (found == weights.end()) continue;  // masters and moments
       if (tensor.dtype != found->second.dtype || tensor.num_bytes != found->second.bytes()) {
         throw_bad_input("{}: {} does not fit its config", checkpoint.path(), tensor.name);
       }
-      device.copy_to_device(found->second.data, bytes.data(), found->second.bytes());
-    });
+      device.copy_to_device(found->second.data, checkpoint.read(tensor).data(), found->second.bytes());
+    }
     declared_.model.weights_changed(device);
   }
 

@@ -28,11 +28,11 @@ int64_t count_tensors(const std::vector<std::string_view>& shards) {
 
 void read_all(const LoadedCheckpoint& checkpoint) {
   std::vector<TensorRange> ranges;
-  checkpoint.for_each_tensor([&](const SafetensorsEntry& tensor, ByteSpan bytes) {
-    require(static_cast<int64_t>(bytes.size()) == tensor.num_bytes, "a tensor is not read whole");
+  for (const SafetensorsEntry& tensor : checkpoint.tensors()) {
+    checkpoint.read(tensor);
     const int64_t numel = num_elements_of(tensor.shape);
     ranges.push_back({tensor.name, {numel / 3, numel - numel / 4}});
-  });
+  }
   int64_t wanted = 0, got = 0;
   for (const TensorRange& range : ranges) wanted += range.elements.size();
   checkpoint.read_ranges(ranges, [&](const SafetensorsEntry& tensor, int64_t, ByteSpan bytes) {

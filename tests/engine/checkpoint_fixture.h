@@ -51,9 +51,9 @@ inline CheckpointContents small_contents(int64_t step, uint64_t version = 0) {
 
 inline CheckpointContents read_contents(const LoadedCheckpoint& loaded) {
   CheckpointContents contents{loaded.step(), loaded.state(), {}};
-  loaded.for_each_tensor([&](const SafetensorsEntry& tensor, ByteSpan bytes) {
-    contents.tensors.push_back({tensor.name, tensor.dtype, tensor.shape, {bytes.begin(), bytes.end()}});
-  });
+  for (const SafetensorsEntry& tensor : loaded.tensors()) {
+    contents.tensors.push_back({tensor.name, tensor.dtype, tensor.shape, loaded.read(tensor)});
+  }
   return contents;
 }
 

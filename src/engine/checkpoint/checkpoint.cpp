@@ -262,27 +262,6 @@ const SafetensorsEntry* LoadedCheckpoint::find(const std::string& name) const {
   return found == index_->by_name.end() ? nullptr : &index_->tensors[found->second];
 }
 
-void LoadedCheckpoint::for_each_tensor(
-    const std::function<void(const SafetensorsEntry& tensor, ByteSpan bytes)>& callback) const {
-  VerifiedReader reader(*files_);
-  std::vector<std::byte> buffer;
-  for (size_t i = 0; i < index_->tensors.size(); ++i) {
-    const SafetensorsEntry& tensor = index_->tensors[i];
-    const int64_t element_bytes = size_of(tensor.dtype);
-    buffer.resize(static_cast<size_t>(tensor.num_bytes));
-    for (const CheckpointIndex::Piece& piece : index_->pieces[i]) {
-      reader.read(piece.file, piece.offset,
-                  std::span(buffer).subspan(static_cast<size_t>(piece.range.begin * element_bytes),
-                                            static_cast<size_t>(piece.range.size() * element_bytes)));
-    }
-    callback(tensor, buffer);
-  }
-  if (!base_) return;
-  base_->for_each_tensor([&](const SafetensorsEntry& tensor, ByteSpan bytes) {
-    if (of_base_.contains(tensor.name)) callback(tensor, bytes);
-  });
-}
-
 void LoadedCheckpoint::read_elements(const SafetensorsEntry& tensor, ElementRange range,
                                      std::span<std::byte> bytes) const {
   const int64_t size = size_of(tensor.dtype);
@@ -290,6 +269,12 @@ void LoadedCheckpoint::read_elements(const SafetensorsEntry& tensor, ElementRang
   read_ranges({{tensor.name, range}}, [&](const SafetensorsEntry&, int64_t first_element, ByteSpan piece) {
     std::memcpy(bytes.data() + (first_element - range.begin) * size, piece.data(), piece.size());
   });
+}
+
+std::vector<std::byte> LoadedCheckpoint::read(const SafetensorsEntry& tensor) const {
+  std::vector<std::byte> bytes(static_cast<size_t>(tensor.num_bytes));
+  read_elements(tensor, {0, num_elements_of(tensor.shape)}, bytes);
+  return bytes;
 }
 
 void LoadedCheckpoint::read_ranges(const std::vector<TensorRange>& ranges, const RangeCallback& callback) const {

@@ -138,9 +138,6 @@ class LoadedCheckpoint {
   // From here on `names`, tensors of `base`, are among this checkpoint's, behind its own.
   void set_base(std::shared_ptr<const LoadedCheckpoint> base, const std::vector<std::string>& names);
 
-  // Passes all tensors, whole, to `callback` in the order of the files, one in memory at a time.
-  void for_each_tensor(const std::function<void(const SafetensorsEntry& tensor, ByteSpan bytes)>& callback) const;
-
   // Passes the elements that `ranges` name to `callback`, in pieces of at most kMaxPieceBytes, in the order of the
   // files: `bytes` are elements `first_element` and following of `tensor`, valid during the call. It reads little
   // more than these, and prefetches while `callback` works. Throws Error(kBadInput) for a tensor that the
@@ -150,6 +147,8 @@ class LoadedCheckpoint {
   void read_ranges(const std::vector<TensorRange>& ranges, const RangeCallback& callback) const;
   // Those of one range of a tensor, into `bytes`, of that size.
   void read_elements(const SafetensorsEntry& tensor, ElementRange range, std::span<std::byte> bytes) const;
+  // The whole tensor.
+  std::vector<std::byte> read(const SafetensorsEntry& tensor) const;
 
  private:
   friend LoadedCheckpoint load_checkpoint(const std::string& path, Communicator& ranks);
