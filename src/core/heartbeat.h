@@ -1,14 +1,13 @@
 #pragma once
 #include <cstdint>
 
-// What this process does, and that it still does it: the watchdog (comm/launch/watchdog.h) tells the other ranks,
-// also of what was said before it ran. A process is one rank.
+// A rank, which is a process, says here what it does, and that it goes on. The watchdog (comm/launch/watchdog.h)
+// tells the other ranks; calls before it runs count, too.
 namespace parka {
 
-// From here on it does `what`, a literal ("saving a checkpoint"), in a step counted from 1, or outside of steps.
-// Cheap.
+// The rank begins `what`, a literal ("saving a checkpoint"), in a step counted from 1, or outside of steps. Cheap.
 void heartbeat(const char* what, int64_t step = 0);
-// It goes on. Long work for which other ranks may wait calls this again and again, from any of its threads. A
+// The rank goes on. Long work for which other ranks may wait calls this again and again, from any of its threads. A
 // thread beside the training must not: it would hide that the training hangs.
 void heartbeat();
 

@@ -91,7 +91,7 @@ class BufferScope {
   // makes the same codes again in one pass. Invalid for other scalings.
   TensorId kept_scale(const std::string& name);
 
-  // What telemetry samples of the layers: see SampleNeeds. Inputs of linear layers are counted already.
+  // Asks for room to sample a layer's tensors, see SampleNeeds. Inputs of linear layers are counted already.
   void sample(int64_t cols, int64_t ones_cols = 0);
   const SampleNeeds& sample_needs() const { return sample_needs_; }
 

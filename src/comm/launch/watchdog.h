@@ -21,7 +21,7 @@ class CollectiveProbe {
   virtual std::string failure() = 0;  // why they failed; empty: they did not
 };
 
-// What a rank reports beside its heartbeat. Read by the watchdog's thread.
+// The collectives of a rank, which it reports beside its heartbeat. The watchdog's thread reads them.
 class RankState {
  public:
   void probe(CollectiveProbe* probe);

@@ -53,7 +53,7 @@ void require_trainable(const TrainOptions& options, const Config& config) {
   }
 }
 
-// Of all ranks together: rank 0 locks the folder, and the others see that it is the same.
+// All ranks call this: rank 0 locks the folder, and the others see that it is the same.
 std::unique_ptr<const RunLock> lock_folder(const Config& config, Launch& launch) {
   const std::string& folder = config.checkpoint.folder;
   std::unique_ptr<const RunLock> lock;

@@ -59,7 +59,7 @@ class Checksum {
   std::unique_ptr<State> state_;
 };
 
-// That of all bytes of a file. Each 4 MiB are a heartbeat().
+// Returns the checksum of all bytes of a file. Each 4 MiB are a heartbeat().
 std::string checksum_of(const ReadOnlyFile& file);
 
 // A new file, checksummed while it is written. Nothing is durable before sync_and_close().

@@ -63,7 +63,7 @@ class RunRecords {
   // this only warns.
   void sync();
 
-  // What ends the run though its state is sound: that of write(), and what others keep here.
+  // The error that ends the run though its state is sound: of write(), or kept here by others.
   DeferredError& deferred() { return deferred_; }
 
  private:

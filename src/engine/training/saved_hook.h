@@ -14,7 +14,7 @@ namespace parka {
 // a time and beside the training. A checkpoint that comes during a command waits for its end; if another comes
 // meanwhile, only the newer one has its turn. The command's processes get no Ctrl-C of the terminal and no stop
 // signal that the training gets. on_saved.done of the run folder names the newest checkpoint for which the command
-// ended with 0. Where the config has no command nothing happens.
+// ended with 0. Without a command in the config nothing happens.
 class SavedHook {
  public:
   // Throws Error(kBadInput) where the system allows no further thread. The communicator must outlive it.

@@ -35,7 +35,7 @@
 namespace parka {
 namespace {
 
-// That of local time, "+0100".
+// Returns the offset of local time, "+0100".
 std::string utc_offset() {
   const std::time_t now = std::time(nullptr);
   std::tm local = {};
@@ -135,7 +135,7 @@ class TrainingLoop {
     return 0;
   }
 
-  // What came of a step, of which step() and finish() report as soon as it is known.
+  // Takes the result of a step, which step() and finish() report as soon as it is known.
   void take(const std::optional<StepReport>& report) {
     if (!report) return;
     progress_->add(*report, records_.write_step(*report, run_, speed_, saver_.take_wait_seconds()));
@@ -149,7 +149,7 @@ class TrainingLoop {
     }
   }
 
-  // What some rank has met with: ranks learn of things at different steps, and act on them in the same.
+  // Ranks learn of these at different steps, and act on them in the same.
   struct Agreement {
     bool stopped = false;      // a signal asks to save and stop
     bool save_failed = false;  // in the background
@@ -172,8 +172,8 @@ class TrainingLoop {
            (checkpoint.save_final && step == config_.training.steps);
   }
 
-  // Whether the weights are of use is known once a step or an evaluation with them was finite; until then older
-  // checkpoints stay. What is saved while steps are skipped is what the last update has left, which may be their
+  // The weights are known to be sound once a step or an evaluation with them was finite; until then older
+  // checkpoints stay. A save while steps are skipped holds what the last update has left, which may be their
   // reason.
   void save() {
     const int64_t step = run_.completed_steps();
@@ -279,7 +279,7 @@ class TrainingLoop {
     log_info("resuming from {} (step {})", checkpoint->path(), checkpoint->step());
     for (const std::string& difference : differences) log_info("changed since: {}", difference);
     saver_.continue_from(checkpoint->step());
-    // What a run began with stays known, also where a later start gives something else or nothing.
+    // The source of a run stays known, also where a later start gives something else or nothing.
     const std::string& kept = config_.checkpoint.init_from;
     if (is_first_ && !given.empty() && given != kept) {
       log_warning(
@@ -345,8 +345,8 @@ class TrainingLoop {
     saver_.finish();
   }
 
-  // Where this process has made no update there is nothing to save: the state is that of the checkpoint which was
-  // loaded, or of an untrained model, and a checkpoint of that would only bind the config.
+  // Before its first update a process has nothing to save: the state is that of the checkpoint which was loaded, or
+  // of an untrained model, and a checkpoint of that would only bind the config.
   bool has_trained() const { return run_.completed_steps() > first_step_ && run_.applied_steps() > 0; }
 
   // Because of a signal. Returns the exit code of a run that has more to do.
@@ -369,7 +369,7 @@ class TrainingLoop {
   }
 
   // Saves what a step that is not finite has left, and returns the step of that state; nothing where it is in no
-  // checkpoint. What led to the step may have begun long before, so older checkpoints stay.
+  // checkpoint. The cause may have begun long before, so older checkpoints stay.
   std::optional<int64_t> save_sound_state(const StepReport& bad) {
     if (config_.optimizer.release_gradients) return std::nullopt;
     if (config_.training.non_finite == NonFinitePolicy::kStop) {

@@ -11,7 +11,7 @@
 
 namespace parka {
 
-// What `parka train` was given beside the config, and what it has found out by the time that training begins.
+// The arguments of `parka train` beside the config, and what it has found out by the time that training begins.
 struct TrainingStart {
   RunRecords::Clock::time_point begun;  // when the program was
   std::string config_file;              // that the command line names

@@ -274,8 +274,9 @@ std::vector<double> TrainingRun::source_epochs(DataPosition position) const {
   return epochs;
 }
 
-// Of all ranks in the step that begins with this micro-batch. Where steps differ in their number, its inverse is
-// put where the gradients will be scaled by it. A step without any has a loss and gradients of 0.
+// Returns the number of targets of all ranks in the step that begins with this micro-batch. If steps differ in
+// that, its inverse goes where the gradients will be scaled by it. A step without targets has a loss and gradients
+// of 0.
 int64_t TrainingRun::count_targets(const MicroBatch& first) {
   if (!bound_.targets_vary()) return config_.training.global_batch_size * (config_.data.sequence_length - 1);
   int64_t sum = 0;
