@@ -152,7 +152,7 @@ def option_cases():
         ("document_end", {"data": {"documents": "separate", "document_end": 3}}),
         ("micro1", {"training": {"micro_batch_size": 1}, "data": {"sequence_length": 32}}),
         ("micro4", {"training": {"micro_batch_size": 4}}),
-        ("loss", {"training": {"z_loss": 1e-3, "logits_chunk_tokens": 20, "eval_sequences": 3, "seed": 7}}),
+        ("loss", {"training": {"z_loss": 1e-3, "logits_chunk_tokens": 32, "eval_sequences": 3, "seed": 7}}),
         ("optimizer", {"optimizer": {"clip_norm": 0.05, "clip_warmup_steps": 3, "decay_embeddings": True, "gradient": "bf16",
                                      "schedule": {"kind": "wsd", "warmup_steps": 2, "decay_steps": 3}}}),
         ("no_clipping", {"optimizer": {"clip_norm": 0, "schedule": {"kind": "linear"}}, "data": {"shuffle": False}}),
