@@ -2,8 +2,11 @@
 
 #include <algorithm>
 #include <array>
+#include <bit>
 #include <cctype>
+#include <cmath>
 #include <cstring>
+#include <filesystem>
 #include <set>
 #include <span>
 #include <string>
@@ -87,6 +90,27 @@ bool is_utf16(std::string_view head) {
   return true;
 }
 
+// The samples of a shard of MosaicML's, as of litdata's chunks, begin at as many offsets of 32 bits as it has
+// samples, and the last one ends at one more, where the file does.
+bool is_shard(const ReadOnlyFile& file, std::string_view head) {
+  constexpr int64_t kMostText = 1 << 16;  // bytes in JSON that say of what a sample consists
+  const int64_t samples = value_at<uint32_t>(head, 0), first = value_at<uint32_t>(head, 4), last = 4 + 4 * samples;
+  if (samples < 1 || first < last + 4 || first > last + 4 + kMostText || last + 4 > file.size()) return false;
+  uint32_t end = 0;
+  file.read(last, std::as_writable_bytes(std::span(&end, 1)));
+  return end == file.size();
+}
+
+// The end of a line in which numpy.save() describes an array, whose beginning is cut off.
+bool is_rest_of_numpy(std::string_view head) {
+  constexpr size_t kLeast = 8;
+  const std::string_view line = head.substr(0, head.substr(0, 128).find('\n'));
+  const auto is_printable = [](char byte) { return byte >= ' ' && byte <= '~'; };
+  if (line.size() < kLeast || line.size() > 128 || !std::ranges::all_of(line, is_printable)) return false;
+  return line.find("'fortran_order'") != line.npos || line.find("), }") != line.npos ||
+         line.find_first_not_of(' ') == line.npos;
+}
+
 // A token file's mask has its name with .mask added.
 bool is_mask(const std::string& path) {
   constexpr std::string_view kEnd = ".mask";
@@ -107,6 +131,7 @@ int32_t llm_c_magic(std::string_view head) {
 constexpr std::string_view kDecompress = "decompress it, and make token files of it if it is text";
 constexpr std::string_view kPrepare = "make token files of its text with scripts/prepare_data.py";
 constexpr std::string_view kWriteIds = "write the ids in it as raw ids, as numpy's astype() and tofile() do";
+constexpr std::string_view kWriteIntegers = "write them as uint16 or uint32, as numpy's astype() and tofile() do";
 constexpr std::string_view kTokensAlone = "name the token file alone, beside which it lies";
 constexpr std::string_view kNoIds = "list token files; scripts/prepare_data.py makes them";
 
@@ -114,7 +139,8 @@ struct Format {
   std::string_view what, remedy;
 };
 
-Format format_of(std::string_view head, int64_t file_bytes) {
+Format format_of(const ReadOnlyFile& file, std::string_view head) {
+  const int64_t file_bytes = file.size();
   struct Magic {
     std::string_view bytes;
     Format format;
@@ -130,6 +156,7 @@ Format format_of(std::string_view head, int64_t file_bytes) {
       {"\x04\x22\x4d\x18"sv, {"is compressed with lz4", kDecompress}},
       {"\x89HDF\r\n\x1a\n"sv, {"is HDF5", kWriteIds}},
       {"\x80\x02\x8a\x0al\xfc\x9c\x46\xf9 j\xa8P\x19"sv, {"is of torch.save()", kWriteIds}},
+      {"LITPKDS"sv, {"is a packed file of LitGPT", kWriteIds}},
       {"BIN.TOK\n"sv,
        {"is a token file of LLMQ", "write the ids behind its header of 1,024 bytes to a file of their own"}},
       {"MMIDIDX\0\0"sv, {"is an index of Megatron", "name it .idx, as the .bin that it belongs to"}},
@@ -153,6 +180,8 @@ Format format_of(std::string_view head, int64_t file_bytes) {
   if (is_safetensors(head, file_bytes)) return {"is safetensors", kWriteIds};
   if (is_arrow_stream(head, file_bytes)) return {"is an Arrow stream", kPrepare};
   if (is_pickle(head, file_bytes)) return {"is a pickle of Python", kWriteIds};
+  if (is_shard(file, head)) return {"is a shard of samples, as of MosaicML's MDS or of litdata", kWriteIds};
+  if (is_rest_of_numpy(head)) return {"begins within the header of numpy.save()", kWriteIds};
   const int32_t magic = llm_c_magic(head);
   if (magic == 20240520 || magic == 20240801) return {"is a token file of llm.c", "rename it to end in .bin"};
   if (magic != 0) return {"is a file of llm.c, but of no tokens for training", kNoIds};
@@ -196,6 +225,100 @@ Format format_of_text(std::string_view head) {
   return {"is text", kPrepare};
 }
 
+double decode_half(uint16_t bits) {
+  const int exponent = bits >> 10, fraction = bits & 0x3ff;  // with the sign
+  if (exponent == 0) return fraction == 0 ? 0 : 0.5;         // which is no whole number
+  return exponent >= 31 ? -1 : std::ldexp(1024 + fraction, exponent - 25);
+}
+
+// Whether all numbers are whole as `decode` reads them, and are not all alike. Ids, as integers, are then 0 or
+// rare.
+template <typename Word, typename Decode>
+bool are_whole(const std::vector<std::string>& pages, const Decode& decode) {
+  constexpr int64_t kLeast = 32;
+  constexpr size_t kLeastValues = 3;
+  int64_t others = 0;  // than 0
+  std::set<double> values;
+  for (const std::string_view page : pages) {
+    for (size_t i = 0; i + sizeof(Word) <= page.size(); i += sizeof(Word)) {
+      const double value = decode(value_at<Word>(page, i));
+      if (!(value >= 0 && value < static_cast<double>(kAnyVocabulary) && value == std::floor(value))) return false;
+      others += value != 0;
+      if (values.size() < kLeastValues) values.insert(value);
+    }
+  }
+  return others >= kLeast && values.size() >= kLeastValues;
+}
+
+bool are_floats(const std::vector<std::string>& pages) {
+  return are_whole<uint16_t>(pages, decode_half) ||
+         are_whole<uint16_t>(pages, [](uint16_t bits) { return std::bit_cast<float>(uint32_t{bits} << 16); }) ||
+         are_whole<uint32_t>(pages, [](uint32_t bits) { return std::bit_cast<float>(bits); }) ||
+         are_whole<uint64_t>(pages, [](uint64_t bits) { return std::bit_cast<double>(bits); });
+}
+
+// How often each byte is there at the places of one parity.
+using Histogram = std::array<int64_t, 256>;
+
+// Whether the bytes are marks of a mask, and not ids: those have large numbers nowhere but in their lower bytes.
+// Such ids as a byte of 1 behind another makes are no vocabulary.
+bool are_marks(const std::vector<std::string>& pages, TokenType type) {
+  constexpr size_t kLeast = 32;
+  size_t bytes = 0;
+  bool has_upper = false;
+  std::set<uint32_t> ids;
+  for (const std::string_view page : pages) {
+    bytes += page.size();
+    for (size_t i = 0; i < page.size(); ++i) {
+      if (byte_at(page, i) > (kMarkTarget | kMarkDocumentStart)) return false;
+      has_upper = has_upper || (byte_at(page, i) != 0 && i % static_cast<size_t>(size_of(type)) != 0);
+    }
+    for (size_t i = 0; i + 2 <= page.size(); i += 2) ids.insert(value_at<uint16_t>(page, i));
+  }
+  return bytes >= kLeast && has_upper && ids.size() >= 3;
+}
+
+// Whether the two bytes of ids of 16 bits are of one distribution, which is not even: then each is an id. Of text
+// in a larger vocabulary the lower one has all values alike, and of a smaller one the upper one is 0.
+bool are_bytes(const std::vector<std::string>& pages, TokenType type) {
+  constexpr double kLeast = 1024, kMostValues = 224;
+  Histogram lower{}, upper{};
+  double pairs = 0;
+  for (const std::string_view page : pages) {
+    for (size_t i = 0; i + 2 <= page.size(); i += 2) {
+      if (page[i] == page[i + 1]) continue;  // as in padding
+      ++pairs;
+      ++lower[byte_at(page, i)];
+      ++upper[byte_at(page, i + 1)];
+    }
+  }
+  double values = 0, chi_square = 0;
+  for (size_t byte = 0; byte < lower.size(); ++byte) {
+    const auto both = static_cast<double>(lower[byte] + upper[byte]);
+    const auto difference = static_cast<double>(lower[byte] - upper[byte]);
+    if (both == 0) continue;
+    ++values;
+    chi_square += difference * difference / both;
+  }
+  // Its mean and deviation where both are of one distribution.
+  const double most = values + 4 * std::sqrt(2 * values);
+  return type == TokenType::kUint16 && pairs >= kLeast && values >= 3 && values <= kMostValues &&
+         chi_square <= most;
+}
+
+// By the statistics of its numbers.
+Format format_of_numbers(const ReadOnlyFile& file, TokenType type, const std::vector<std::string>& pages,
+                         char first) {
+  const bool is_ones = pages.empty() && first == 1;  // ids of 257, or of 16843009, again and again
+  const bool is_named = std::filesystem::path(file.path()).filename().string().find("mask") != std::string::npos;
+  if (are_marks(pages, type) || (is_ones && is_named)) {
+    return {"has no byte above 3, as a mask", "list token files, and put a mask beside each (docs/data.md)"};
+  }
+  if (are_floats(pages)) return {"has ids as floating-point numbers", kWriteIntegers};
+  if (are_bytes(pages, type)) return {"has ids of 8 bits", kWriteIntegers};
+  return {};
+}
+
 // The ids of pages taken for pairs, the lower half of an id of twice the width and the upper.
 struct HalvesOfIds {
   int64_t pairs = 0;  // that are not 0, as where a file is padded
@@ -235,10 +358,8 @@ void check_width(const ReadOnlyFile& file, TokenType type, const std::vector<std
                          halves.lower.size() >= kManyValues;
   if (!all_zero && !all_small) return;
   if (!is_16 || halves.second_pairs_are_zero) {
-    throw_bad_input(
-        "{}: has ids of 64 bits, and would be read as {}; write them as uint16 or uint32, as numpy's "
-        "astype() and tofile() do",
-        file.path(), is_16 ? "uint16" : "uint32");
+    throw_bad_input("{}: has ids of 64 bits, and would be read as {}; {}", file.path(), is_16 ? "uint16" : "uint32",
+                    kWriteIntegers);
   }
   throw_bad_input("{}: has ids of 32 bits, and would be read as uint16; set data.token_dtype=uint32, or --dtype",
                   file.path());
@@ -268,11 +389,12 @@ void check_raw_content(const ReadOnlyFile& file, TokenType type) {
   std::erase_if(pages, [](const std::string& page) {
     return std::ranges::all_of(page, [&](char byte) { return byte == page.front(); });
   });
-  Format format = format_of(head, file.size());
+  Format format = format_of(file, head);
   if (format.what.empty() && is_mask(file.path())) format = {"is the mask of a token file", kTokensAlone};
   if (format.what.empty() && !pages.empty() && std::ranges::all_of(pages, is_text_page)) {
     format = format_of_text(head);
   }
+  if (format.what.empty() && !head.empty()) format = format_of_numbers(file, type, pages, head.front());
   if (!format.what.empty()) throw_bad_input("{}: {}; {}", file.path(), format.what, format.remedy);
   check_width(file, type, pages);
 }

@@ -1,5 +1,9 @@
+#include <algorithm>
+#include <bit>
+#include <cmath>
 #include <cstdint>
 #include <cstring>
+#include <numeric>
 #include <random>
 #include <string>
 #include <tuple>
@@ -84,6 +88,10 @@ TEST_CASE("files of other formats are refused as what they are", "[data][token_c
        "program"},
       {"\x50\0\0\0\0\0\0\0{\"a\":"s, "safetensors"},
       {"\x80\x04\x95\x10\0\0\0\0\0\0\0]"s, "pickle"},
+      {"LITPKDS\1\0\0\0\0\0\0\0\x08"s, "LitGPT"},
+      {"', 'fortran_order': False, 'shape': (999,), }       \n"s, "numpy.save"},
+      {"9,), }       \n"s, "numpy.save"},
+      {"            \n"s, "numpy.save"},
       {"BIN.TOK\n\2\0\0\0\4\0\0\0"s, "LLMQ"},
       {"MMIDIDX\0\0\1"s, "Megatron"},
       {"PARKAIMG\1\0"s, "images"},
@@ -105,7 +113,7 @@ TEST_CASE("files of other formats are refused as what they are", "[data][token_c
 TEST_CASE("the mask of a token file is none", "[data][token_content]") {
   const TemporaryFolder folder;
   write_file(folder / "t.npy.mask", std::string(100, '\1') + std::string(100, '\0'));
-  TokenFile(folder / "t.npy.mask", TokenType::kUint16);  // a name tells nothing
+  TokenFile(folder / "t.npy.mask", TokenType::kUint16);  // one mark again and again may be ids
   write_tokens(folder / "t.npy", std::vector<uint16_t>(200, 1));
   const Error error = error_of([&] { TokenFile(folder / "t.npy.mask", TokenType::kUint16); });
   CHECK((error.code() == ExitCode::kBadInput && contains(error, "mask")));
@@ -156,6 +164,17 @@ TEST_CASE("ids of all vocabularies are no other format", "[data][token_content]"
   CHECK(refusal(stored_as<uint16_t>(ids), TokenType::kUint16, vocab_size).empty());
   CHECK(refusal(stored_as<uint32_t>(ids), TokenType::kUint32, vocab_size).empty());
   CHECK(refusal(stored_as<uint32_t>(ids_of(256000, count)), TokenType::kUint32, 256000).empty());
+  // Vocabularies in no order of frequency, and ids that are all alike.
+  std::mt19937 random(3);
+  std::vector<int64_t> order(static_cast<size_t>(vocab_size)), mixed, even;
+  std::iota(order.begin(), order.end(), 0);
+  std::shuffle(order.begin(), order.end(), random);
+  for (const int64_t id : ids) {
+    mixed.push_back(order[static_cast<size_t>(id)]);
+    even.push_back(random() % vocab_size);
+  }
+  CHECK(refusal(stored_as<uint16_t>(mixed), TokenType::kUint16, vocab_size).empty());
+  CHECK(refusal(stored_as<uint16_t>(even), TokenType::kUint16, vocab_size).empty());
 }
 
 TEST_CASE("padding and parts that are not written say nothing", "[data][token_content]") {
@@ -176,6 +195,47 @@ TEST_CASE("ids of another width than they are read with are refused", "[data][to
   CHECK(refusal(stored_as<uint32_t>(ids)).find("data.token_dtype=uint32") != std::string::npos);
   CHECK(refusal(stored_as<int64_t>(ids)).find("64 bits") != std::string::npos);
   CHECK(refusal(stored_as<int64_t>(ids), TokenType::kUint32).find("64 bits") != std::string::npos);
+}
+
+TEST_CASE("a shard of samples is refused, and ids that begin as its number of them are not",
+          "[data][token_content]") {
+  const std::string text = GENERATE(""s, "{\"column_names\": [\"tokens\"]}"s);
+  std::vector<uint32_t> offsets = {20, static_cast<uint32_t>(4 + 4 * 21 + text.size())};
+  for (int i = 0; i < 20; ++i) offsets.push_back(offsets.back() + 1024);
+  const std::string shard = as_bytes(offsets) + text + stored_as<uint16_t>(ids_of(50257, 20 * 512));
+  CHECK(refusal(shard).find("MDS") != std::string::npos);
+  CHECK(refusal(shard, TokenType::kUint32).find("MDS") != std::string::npos);
+  CHECK(refusal(shard + "12").empty());
+}
+
+TEST_CASE("ids as floating-point numbers are refused", "[data][token_content]") {
+  const size_t count = GENERATE(100, 50'000);
+  const std::vector<int64_t> ids = ids_of(50257, count);
+  std::vector<uint16_t> halves, bfloats;
+  for (const int64_t id : ids) {
+    int exponent = 0;
+    const double mantissa = std::frexp(static_cast<double>(id), &exponent);  // 0.5 and more
+    halves.push_back(
+        id == 0 ? 0 : static_cast<uint16_t>(((exponent + 14) << 10) | static_cast<int>((mantissa * 2 - 1) * 1024)));
+    bfloats.push_back(static_cast<uint16_t>(std::bit_cast<uint32_t>(static_cast<float>(id)) >> 16));
+  }
+  const TokenType type = GENERATE(TokenType::kUint16, TokenType::kUint32);
+  for (const std::string& bytes :
+       {as_bytes(halves), as_bytes(bfloats), stored_as<float>(ids), stored_as<double>(ids)}) {
+    CHECK(refusal(bytes, type).find("floating-point") != std::string::npos);
+  }
+}
+
+TEST_CASE("ids of 8 bits are refused", "[data][token_content]") {
+  const int64_t vocab_size = GENERATE(5, 65, 200);
+  CHECK(refusal(stored_as<uint8_t>(ids_of(vocab_size, 20'000))).find("8 bits") != std::string::npos);
+}
+
+TEST_CASE("a mask under any name is refused", "[data][token_content]") {
+  const TokenType type = GENERATE(TokenType::kUint16, TokenType::kUint32);
+  const size_t count = GENERATE(40, 3000, 50'000);
+  CHECK(refusal(stored_as<uint8_t>(ids_of(2, count)), type).find("mask") != std::string::npos);
+  CHECK(refusal(stored_as<uint8_t>(ids_of(4, count)), type).find("mask") != std::string::npos);
 }
 
 TEST_CASE("ids of 32 bits beyond 65536 are not taken for twice as many", "[data][token_content]") {
