@@ -33,11 +33,15 @@ class Reading:
     split_bytes: int | None = None  # plain text is cut into documents of about this size
 
 
+LEFTOVERS = ("~", ".bak", ".tmp", ".part", ".partial", ".orig", ".old", ".crdownload", ".download", ".incomplete", ".aria2")
+
+
 def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: Callable[[str], None]) -> Iterator[Path]:
     """Files as given, folders walked in sorted order. `out`, a file or a folder, is left out: it may lie inside a folder.
-    As a given file it is refused. Links to folders are not followed, because they may lead in circles, or to what nobody
-    meant; `print_line` tells of those whose files are left out by that."""
+    As a given file it is refused. Leftovers of editors and downloads are left out, too. Links to folders are not followed, because
+    they may lead in circles, or to what nobody meant. `print_line` tells of leftovers and of links whose files are left out."""
     links: list[Path] = []
+    leftovers: list[Path] = []
     for given in inputs:
         if os.path.isfile(given):
             refuse_to_replace(given, out)
@@ -55,7 +59,9 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: C
                         continue
                     if not is_wanted_name(path.relative_to(given), patterns):
                         continue
-                    if os.path.isfile(path):
+                    if not patterns and not named and name.lower().endswith(LEFTOVERS):
+                        leftovers.append(path)
+                    elif os.path.isfile(path):
                         yield path
                     else:
                         refuse_missing(path, out, bool(named))
@@ -65,11 +71,19 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: C
             advice = hub_advice(str(given), "--repo-type dataset") if "/" in str(given) else ""
             raise InputError(f"{given}: no such file or folder, or not one that you may read{advice and f'; {advice}'}")
     searched = [real_path(given) for given in inputs if os.path.isdir(given)]
-    if left_out := [link for link in links if not is_below(real_path(link), searched)]:
-        others = f" and {len(left_out) - 1:,} more" if len(left_out) > 1 else ""
+    if leftovers:
         print_line(
-            f"warning: {printable(left_out[0])}{others}: links to folders are not followed; to have their files, give these folders, too"
+            f"warning: {told_first(leftovers)}: left out as what an editor or a download has left; to have such files, name them or give --include"
         )
+    if left_out := [link for link in links if not is_below(real_path(link), searched)]:
+        print_line(
+            f"warning: {told_first(left_out)}: links to folders are not followed; to have their files, give these folders, too"
+        )
+
+
+def told_first(paths: list[Path]) -> str:
+    others = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+    return f"{printable(paths[0])}{others}"
 
 
 def refuse_missing(path: Path, out: Path, named: bool) -> None:

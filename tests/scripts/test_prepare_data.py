@@ -80,6 +80,22 @@ class PrepareDataTest(Preparation):
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         self.assertEqual(self.ids(), ids_of("first", "third", "second"))
 
+    def test_what_editors_and_downloads_leave_in_a_folder_is_left_out_and_named(self):
+        self.write("in/a.txt", "first")
+        for end in ("~", ".part"):
+            left = self.write(f"in/a.txt{end}", "second")
+            with self.subTest(end):
+                self.out = self.folder / f"folder{end}"
+                result = self.call(self.folder / "in")
+                self.assertEqual(result.returncode, 0, result.stderr)
+                self.assertIn(str(left), result.stderr)
+                self.assertEqual(self.ids(), ids_of("first"))
+                for given in ((self.folder / "in", "--include", f"*{end}"), (left,)):
+                    self.out = self.folder / f"given{end}{len(given)}"
+                    self.assertEqual(self.call(*given).stderr, "")
+                    self.assertEqual(self.ids(), ids_of("second"))
+            left.unlink()
+
     def test_a_link_to_a_file_that_is_not_there_is_named(self):
         self.write("in/a.txt", "first")
         self.write("blob", "second")
