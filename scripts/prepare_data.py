@@ -21,7 +21,7 @@ Writes into the folder --out, which must not exist yet or be empty:
     train-00000.npy, ...   raw little-endian uint16 or uint32 ids, no header (the naming and form of OLMo)
     eval-00000.npy, ...    the same for held-out documents, with --eval-fraction
     train-00000.npy.mask   with --chat: a byte per token: 1 for a target, plus 2 for the first of a conversation
-    data.json              what was made: counts, vocabulary, tokenizer, dtype
+    data.json              what was made: counts, vocabulary, tokenizer, dtype, a checksum of each file
     tokenizer/             a copy of the tokenizer.json and what lies beside it, for `parka generate` and `parka export`;
                            with --chat its template and the token that ends a turn, too
 
@@ -48,7 +48,7 @@ from typing import Iterable
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from python_packages import require  # noqa: E402
 
-require("numpy")
+require("numpy", "xxhash")
 import numpy as np  # noqa: E402
 
 from script_exit import print_last, run_script  # noqa: E402
@@ -205,6 +205,7 @@ def summary(options: argparse.Namespace, maker: parts.PartMaker, output: Output)
         "dtype": {"<u2": "uint16", "<u4": "uint32"}[maker.dtype],
         "train": output.splits["train"].summary(),
         "eval": output.splits["eval"].summary(),
+        "contents": output.splits["train"].contents() | output.splits["eval"].contents(),
         "left_out": {name: output.counts[name] for name in ("duplicate_documents", "empty_documents", "binary_files")},
     }
     if options.utf8_only:

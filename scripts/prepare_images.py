@@ -234,6 +234,7 @@ def summary(
         },
         "train": splits["train"].summary(),
         "eval": splits["eval"].summary(),
+        "contents": splits["train"].contents() | splits["eval"].contents(),
     }
 
 

@@ -108,6 +108,9 @@ class ChatSplit:
     def documents(self) -> int:
         return self._tokens.documents
 
+    def contents(self) -> dict[str, dict]:
+        return self._tokens.contents() | self._marks.contents()
+
     def summary(self) -> dict:
         counts = {"targets": self._targets, "padding": self._packer.padding_tokens, "cut_conversations": self._cut}
         return self._tokens.summary() | counts

@@ -4,6 +4,7 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <array>
 #include <cerrno>
 #include <iterator>
@@ -81,6 +82,15 @@ void ReadOnlyFile::read(int64_t offset, std::span<std::byte> out) const {
     out = out.subspan(static_cast<size_t>(count));
     offset += count;
   }
+}
+
+std::vector<std::byte> ReadOnlyFile::ends() const {
+  constexpr int64_t kEdge = 4096;
+  const auto edge = static_cast<size_t>(std::min(kEdge, size_));
+  std::vector<std::byte> both(2 * edge);
+  read(0, std::span(both).first(edge));
+  read(size_ - static_cast<int64_t>(edge), std::span(both).last(edge));
+  return both;
 }
 
 int64_t ReadOnlyFile::first_gap() const {

@@ -5,6 +5,7 @@
 #include <span>
 #include <string>
 #include <utility>
+#include <vector>
 
 namespace parka {
 
@@ -31,6 +32,9 @@ class ReadOnlyFile {
   // Fills `out` from byte `offset` on. Threads may read at the same time. Throws Error(kIo) if the file has become
   // shorter or cannot be read any more.
   void read(int64_t offset, std::span<std::byte> out) const;
+
+  // The first 4 KiB, and behind them the last; a smaller file twice.
+  std::vector<std::byte> ends() const;
 
   // The first byte that was never written, which is read as 0; -1 if there is none or the file system cannot tell.
   int64_t first_gap() const;

@@ -43,21 +43,30 @@ void refuse_images(const std::string& path, int64_t num_tokens) {
 }
 
 void add_to(Fnv1a& hash, const ReadOnlyFile& file) {
-  constexpr int64_t kEdge = 4096;
   const std::string name = file_name(file);
   hash.add(static_cast<int64_t>(name.size()));
   hash.add(std::as_bytes(std::span(name)));
   hash.add(file.size());
-  std::vector<std::byte> edge(static_cast<size_t>(std::min(kEdge, file.size())));
-  for (const int64_t offset : {int64_t{0}, file.size() - static_cast<int64_t>(edge.size())}) {
-    file.read(offset, edge);
-    hash.add(edge);
+  hash.add(file.ends());
+}
+
+// What a pattern takes beside token files.
+void refuse_leftover(const std::string& source, const std::filesystem::path& path) {
+  constexpr std::string_view kEnds[] = {"~",    ".bak",        ".tmp",      ".part",       ".partial", ".orig",
+                                        ".old", ".crdownload", ".download", ".incomplete", ".aria2"};
+  const std::string name = path.filename().string();
+  const bool is_leftover = std::ranges::any_of(kEnds, [&](std::string_view end) { return name.ends_with(end); });
+  if (is_leftover || (path.extension() == ".mask" && !file_exists(path.parent_path() / path.stem()))) {
+    throw_bad_input(
+        "\"{}\" takes {}, which {}; move it away, or write a pattern that does not take it", source, path.string(),
+        is_leftover ? "seems to be left of an editor or a download"
+                    : "is the mask of no file; a mask has the whole name of its token file before .mask");
   }
 }
 
 }  // namespace
 
-std::vector<std::string> expand_source(const std::string& source) {
+std::vector<std::string> expand_source(const std::string& source, bool may_be_absent) {
   if (file_exists(source)) return {source};
   if (file_exists(source + ".idx") && file_exists(source + ".bin")) return {source + ".bin"};
   if (source.find_first_of("*?[") == std::string::npos) return {source};
@@ -66,6 +75,7 @@ std::vector<std::string> expand_source(const std::string& source) {
   std::vector<std::string> files;
   for (size_t i = 0; status == 0 && i < found.gl_pathc; ++i) {
     const std::filesystem::path path = found.gl_pathv[i];
+    if (!may_be_absent) refuse_leftover(source, path);
     const auto is_beside = [&](std::string_view extension) { return path.extension() == extension; };
     if (is_beside(".mask") || is_beside(".idx") || is_beside(".images") || is_beside(".pixels")) continue;
     std::error_code ignored;
@@ -73,7 +83,7 @@ std::vector<std::string> expand_source(const std::string& source) {
     files.push_back(path.string());
   }
   globfree(&found);
-  if (files.empty())
+  if (files.empty() && !may_be_absent)
     throw_bad_input("{}: no token file matches; check the path in the config's data section or on the command line",
                     source);
   return files;
@@ -184,18 +194,47 @@ int64_t TokenFiles::read_example(int64_t sequence, const Example& out) const {
   return num_targets;
 }
 
+template <typename Has>
+std::optional<size_t> TokenFiles::first_source_without(const Has& has) const {
+  int64_t end = 0;
+  for (size_t source = 0; source < source_sequences_.size(); ++source) {
+    int64_t sequence = end;
+    end += source_sequences_[source];
+    while (sequence < end && !has(sequence, source)) ++sequence;
+    if (sequence == end) return source;
+  }
+  return std::nullopt;
+}
+
 std::optional<size_t> TokenFiles::source_without_targets() const {
   const auto S = static_cast<size_t>(sequence_length_);
   std::vector<int32_t> tokens(S), targets(S), first_keys(rules_.separate_documents ? S : 0);
   const Example example = {tokens.data(), targets.data(), rules_.separate_documents ? first_keys.data() : nullptr};
-  int64_t sequence = 0, end = 0;
-  for (size_t source = 0; source < source_sequences_.size(); ++source) {
-    sequence = end;
-    end += source_sequences_[source];
-    while (sequence < end && read_example(sequence, example) == 0) ++sequence;
-    if (sequence == end) return source;
+  return first_source_without([&](int64_t sequence, size_t) { return read_example(sequence, example) > 0; });
+}
+
+bool TokenFiles::shows_documents(int64_t sequence) const {
+  const Place place = find(sequence);
+  if (rules_.document_ids.any()) {
+    std::vector<int32_t> tokens(static_cast<size_t>(sequence_length_));
+    read(sequence, tokens.data());
+    const DocumentIds& ids = rules_.document_ids;
+    return std::ranges::any_of(tokens, [&](int32_t id) { return id == ids.start || id == ids.end; });
   }
-  return std::nullopt;
+  if (place.entry.file.has_document_index()) return true;
+  std::vector<uint8_t> marks(static_cast<size_t>(sequence_length_));
+  place.entry.file.read_marks(place.first_token, sequence_length_, marks.data());
+  return std::ranges::any_of(marks, [](uint8_t mark) { return (mark & kMarkDocumentStart) != 0; });
+}
+
+std::optional<size_t> TokenFiles::source_without_documents() const {
+  constexpr int64_t kLongestDocument = int64_t{1} << 16;  // tokens
+  if (!rules_.separate_documents) return std::nullopt;
+  const bool may_be_one = source_sequences_.size() > 1 && rules_.document_ids.any();
+  return first_source_without([&](int64_t sequence, size_t source) {
+    const int64_t tokens = source_sequences_[source] * sequence_length_;
+    return (may_be_one && tokens < kLongestDocument) || shows_documents(sequence);
+  });
 }
 
 std::vector<ImagePlace> TokenFiles::images_of(int64_t sequence) const {

@@ -25,8 +25,9 @@ struct ExampleRules {
 // The files that an entry of the config's lists stands for: the file of that name; or, if there is none, Megatron's
 // whose name it is without .bin and .idx; or, if the entry has *, ? or [...], all files that match, in sorted
 // order. Of Megatron's files these are the .bin files; files of masks and images never match. Throws
-// Error(kBadInput) if nothing matches.
-std::vector<std::string> expand_source(const std::string& source);
+// Error(kBadInput), unless it `may_be_absent`, if nothing matches, or what an editor or a download has left, or a
+// mask of no file beside it.
+std::vector<std::string> expand_source(const std::string& source, bool may_be_absent = false);
 
 // A list of token files as one array of sequences of S tokens. Sequence i of a file is its tokens
 // [S*i, S*(i+1)); the remainder of each file is dropped, so that no sequence spans two files. Files are in the
@@ -65,6 +66,9 @@ class TokenFiles {
   // The number of the first source in whose sequences no token is a target, which training cannot learn from. Reads
   // each source up to its first target; throws as read_example() does.
   std::optional<size_t> source_without_targets() const;
+  // Likewise that of a source in which neither ids nor marks nor an index tell documents apart, though rules() ask
+  // for it. Short ones may be a single document where ids tell.
+  std::optional<size_t> source_without_documents() const;
 
   // The images with slots in a sequence, in order, if rules() has images. Threads may read at the same time.
   std::vector<ImagePlace> images_of(int64_t sequence) const;
@@ -105,6 +109,9 @@ class TokenFiles {
     size_t file;  // its number
   };
   Place find(int64_t sequence) const;
+  bool shows_documents(int64_t sequence) const;
+  template <typename Has>
+  std::optional<size_t> first_source_without(const Has& has) const;
   void mark_documents(const Place& place, const int32_t* tokens, std::vector<uint8_t>& marks) const;
 
   std::vector<Entry> entries_;

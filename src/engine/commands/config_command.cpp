@@ -4,6 +4,7 @@
 #include "engine/config/config_io.h"
 #include "engine/config/data_sources.h"
 #include "engine/config/finetune_config.h"
+#include "engine/text/tokenizer_files.h"
 
 namespace parka {
 
@@ -13,6 +14,7 @@ int run_config(const ConfigOptions& options) {
       const Config config = load_config(options.config_path, options.overrides);
       check_present_files(config);
       warn_of_random_weights(config);
+      check_present_tokenizer(config);
       std::printf("%s: valid\n", options.config_path.c_str());
       return 0;
     }

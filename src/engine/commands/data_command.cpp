@@ -46,6 +46,7 @@ Listed list_files(const DataOptions& options) {
   const Config config = load_config(options.inputs.front(), options.overrides);
   // Opening them refuses what is too short, lacks a mask or has no target.
   if (!config.data.train.empty()) open_training_files(config);
+  check_present_tokenizer(config);
   listed.sources = config.data.train;
   const auto add = [&](const std::vector<std::string>& sources) {
     if (!sources.empty()) open_token_files(sources, config);
@@ -126,13 +127,14 @@ int run_data(const DataOptions& options) {
     show_sequences(options, listed);
     return 0;
   }
+  DataDescriptions descriptions;
   int64_t files = 0, tokens = 0;
   for (const std::string& source : listed.sources) {
     for (const std::string& path : expand_source(source)) {
       TokenFile file(path, listed.type, listed.vocab_size);
       warn_of_gaps(file.files(), {});
-      const DataStatistics s =
-          data_statistics(std::move(file), listed.document_ids, listed.vocab_size, listed.image_token);
+      const DataStatistics s = data_statistics(std::move(file), descriptions, listed.document_ids,
+                                               listed.vocab_size, listed.image_token);
       ++files;
       tokens += s.num_tokens;
       if (options.json) {

@@ -61,8 +61,8 @@ class DocumentCounter {
 
 }  // namespace
 
-DataStatistics data_statistics(TokenFile file, const DocumentIds& document_ids, int64_t vocab_size,
-                               int64_t image_token) {
+DataStatistics data_statistics(TokenFile file, DataDescriptions& descriptions, const DocumentIds& document_ids,
+                               int64_t vocab_size, int64_t image_token) {
   constexpr int64_t kPiece = int64_t{1} << 20;
   if (file_exists(file.path() + ".mask")) file.open_mask();
   DataStatistics result;
@@ -108,7 +108,11 @@ DataStatistics data_statistics(TokenFile file, const DocumentIds& document_ids, 
   }
   if (file.has_mask()) result.num_targets = of_mask.targets();
   if (images) result.num_images = read_images(*images, file);
-  result.checksum = checksum_of(*file.files().front());
+  for (const ReadOnlyFile* each : file.files()) {
+    const std::string checksum = checksum_of(*each);
+    descriptions.check_content(*each, [&] { return checksum; });
+    if (result.checksum.empty()) result.checksum = checksum;
+  }
   return result;
 }
 

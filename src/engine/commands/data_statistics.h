@@ -4,6 +4,7 @@
 #include <string>
 
 #include "data/token_files.h"
+#include "engine/config/data_description.h"
 
 namespace parka {
 
@@ -22,10 +23,10 @@ struct DataStatistics {
 
 // Counts the documents that `document_ids` tell apart, or those that end with document_ids.end where that is given
 // alone; without either id those that begin by index or mask.
-// Reads the pixels of all images. Throws Error(kBadInput) for an id that is not below `vocab_size`, for images that
-// are damaged, and for image slots without an image. `image_token`: the id of slots; -1: not known, and then files
-// without images beside them are not searched for it.
-DataStatistics data_statistics(TokenFile file, const DocumentIds& document_ids, int64_t vocab_size,
-                               int64_t image_token = -1);
+// Reads the pixels of all images. Throws Error(kBadInput) for an id that is not below `vocab_size`, for files that
+// are not those of `descriptions`, for images that are damaged, and for image slots without an image.
+// `image_token`: the id of slots; -1: not known, and then files without images beside them are not searched for it.
+DataStatistics data_statistics(TokenFile file, DataDescriptions& descriptions, const DocumentIds& document_ids,
+                               int64_t vocab_size, int64_t image_token = -1);
 
 }  // namespace parka

@@ -1,5 +1,7 @@
 #include "engine/config/data_description.h"
 
+#include <fnmatch.h>
+
 #include <algorithm>
 #include <optional>
 #include <set>
@@ -8,6 +10,7 @@
 
 #include "core/error.h"
 #include "core/log/log.h"
+#include "data/xxh3.h"
 #include "engine/files/file_io.h"
 
 namespace parka {
@@ -90,8 +93,8 @@ void check_document_ids(const fs::path& file, const json& description, DocumentI
                               : (ids.start < 0 || ids.start == start) && (ids.end < 0 || ids.end == *eos);
   if (fits) return;
   throw_bad_input(
-      "{}: its documents {} end with id {}, as {} says; set data.document_start={} and data.document_end={}",
-      file.string(), start < 0 ? std::string() : fmt::format("begin with id {} and", start), *eos,
+      "{}: its documents{} end with id {}, as {} says; set data.document_start={} and data.document_end={}",
+      file.string(), start < 0 ? std::string() : fmt::format(" begin with id {} and", start), *eos,
       description_path(file).string(), start, *eos);
 }
 
@@ -99,16 +102,64 @@ void check_document_ids(const fs::path& file, const json& description, DocumentI
 
 fs::path description_path(const fs::path& file) { return file.parent_path() / "data.json"; }
 
-const json* DataDescriptions::of(const fs::path& file, std::string_view split) {
+const json& DataDescriptions::of_folder(const fs::path& file) {
   const auto [found, is_new] = folders_.try_emplace(file.parent_path());
   if (is_new) found->second = read_description(description_path(file));
-  const json& description = found->second;
+  return found->second;
+}
+
+const json* DataDescriptions::of(const fs::path& file, std::string_view split) {
+  const json& description = of_folder(file);
   if (description.is_null()) return nullptr;
   const std::string name = file.filename().string();
   const bool names_it =
       split.empty() ? std::ranges::any_of(description, [&](const json& each) { return has_file(each, name); })
                     : has_file(description.value(std::string(split), json()), name);
   return names_it ? &description : nullptr;
+}
+
+void DataDescriptions::check_content(const ReadOnlyFile& file, const std::function<std::string()>& checksum) {
+  const fs::path path = file.path();
+  const json& description = of_folder(path);
+  if (!description.contains("contents")) return;
+  const json content = description.at("contents").value(path.filename().string(), json());
+  const auto differs = [&](const char* key, const json& own) { return content.value(key, own) != own; };
+  if (!content.is_object()) return;
+  if (!differs("bytes", file.size()) && !differs("ends", fmt::format("{:016x}", xxh3_64(file.ends()))) &&
+      (!checksum || !differs("checksum", checksum()))) {
+    return;
+  }
+  throw_bad_input(
+      "{}: has {} bytes and is not the file of {} that {} describes, but cut, damaged, of another preparation or "
+      "another file under this name; copy the folder again",
+      file.path(), file.size(), content.value("bytes", json()).dump(), description_path(path).string());
+}
+
+void DataDescriptions::check_complete(const std::string& pattern, const std::vector<std::string>& files) {
+  std::map<fs::path, std::string> folders;  // a file in each that its data.json describes
+  for (const fs::path file : files) {
+    if (of(file) != nullptr) folders.emplace(file.parent_path(), file.string());
+  }
+  for (const fs::path file : files) {
+    const auto found = folders.find(file.parent_path());
+    if (found == folders.end() || of(file) != nullptr) continue;
+    throw_bad_input(
+        "{}: \"{}\" takes it with {}, and {} lists that one alone; move it away if it is of another preparation, or "
+        "list files by their names",
+        file.string(), pattern, found->second, description_path(file).string());
+  }
+  for (const auto& [folder, described] : folders) {
+    for (const json& split : of_folder(described)) {
+      if (!split.is_object() || !split.contains("files")) continue;
+      for (const json& name : split.at("files")) {
+        const fs::path listed = folder / (name.is_string() ? name.get<std::string>() : "");
+        if (fnmatch(pattern.c_str(), listed.c_str(), FNM_PATHNAME | FNM_PERIOD) != 0 || file_exists(listed))
+          continue;
+        throw_bad_input("{}: no such file, and {} lists it with {}; copy it, too, or list files by their names",
+                        listed.string(), description_path(described).string(), described);
+      }
+    }
+  }
 }
 
 void check_described_type(const fs::path& file, const json& description, TokenType type) {
@@ -148,12 +199,7 @@ void for_each_description(const std::vector<std::string>& sources,
   DataDescriptions descriptions;
   std::set<fs::path> told;
   for (const std::string& source : sources) {
-    std::vector<std::string> files;
-    try {
-      files = expand_source(source);
-    } catch (const Error&) {
-    }
-    for (const std::string& file : files) {
+    for (const std::string& file : expand_source(source, true)) {
       const fs::path folder = fs::path(file).parent_path();
       if (told.contains(folder)) continue;
       const json* description = descriptions.of(file);

@@ -7,6 +7,7 @@
 
 #include <nlohmann/json.hpp>
 
+#include "data/read_only_file.h"
 #include "engine/config/config.h"
 
 // What the data.json of scripts/prepare_data.py or prepare_images.py says of the token files beside it. One may be
@@ -19,7 +20,18 @@ class DataDescriptions {
   // That of a token file; null if there is none which names the file, in `split` alone where that is given.
   const nlohmann::json* of(const std::filesystem::path& file, std::string_view split = {});
 
+  // Throws Error(kBadInput) if a token file or mask is not the one that a data.json beside it describes: by its
+  // size and its first and last 4 KiB; and by what `checksum` returns, that of all of its bytes, where it is given.
+  // A data.json of an older version does not tell.
+  void check_content(const ReadOnlyFile& file, const std::function<std::string()>& checksum = {});
+
+  // Throws Error(kBadInput) if `files`, which a pattern takes, lack one that was prepared with others of them and
+  // that it would take, or have one beside them that was not.
+  void check_complete(const std::string& pattern, const std::vector<std::string>& files);
+
  private:
+  const nlohmann::json& of_folder(const std::filesystem::path& file);
+
   std::map<std::filesystem::path, nlohmann::json> folders_;
 };
 

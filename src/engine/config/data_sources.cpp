@@ -9,7 +9,10 @@
 
 #include <fmt/ranges.h>
 #include "core/error.h"
+#include "core/log/log.h"
+#include "data/xxh3.h"
 #include "engine/config/data_description.h"
+#include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 #include "model/vision/image_embedding.h"
 
@@ -58,11 +61,7 @@ bool is_pattern(const std::string& source) {
 std::vector<std::string> present_files(const std::vector<std::string>& sources) {
   std::vector<std::string> present;
   for (const std::string& source : sources) {
-    std::error_code ignored;
-    try {
-      std::ranges::copy_if(expand_source(source), std::back_inserter(present), file_exists);
-    } catch (const Error&) {
-    }
+    std::ranges::copy_if(expand_source(source, true), std::back_inserter(present), file_exists);
   }
   return present;
 }
@@ -77,8 +76,13 @@ void check_reach(const TokenFile& file, bool is_described, const Config& config)
       file.path(), config.model.vocab_size);
 }
 
-// A mask is there to be used.
+// A mask is there to be used, and none has the name of its token file without .npy.
 void check_mask(const TokenFile& file) {
+  const std::string misnamed = fs::path(file.path()).replace_extension(".mask").string();
+  if (fs::path(file.path()).has_extension() && misnamed != file.path() && file_exists(misnamed)) {
+    throw_bad_input("{}: is not read; rename it to {}.mask if it is the mask of that file, or move it away",
+                    misnamed, file.path());
+  }
   if (file.has_mask() || !file_exists(file.path() + ".mask")) return;
   throw_bad_input(
       "{}.mask: marks the tokens to be learnt, and data.loss_mask=false learns all; set "
@@ -109,12 +113,37 @@ void check_patterns(const std::vector<std::string>& sources) {
   }
 }
 
-// Files are the same by any path.
-void check_held_out(const TokenFiles& training, const Config& config) {
+// The files of data.train. Throws Error(kBadInput) if a file is there by several entries, unless one entry is
+// written twice: then that is meant, and told. Copies are told by their size and ends.
+std::map<FileId, std::string> distinct_files(const TokenFiles& training, const Config& config) {
   std::map<FileId, std::string> trained;
-  for (const TokenFile* file : training.token_files()) {
-    if (const std::optional<FileId> id = file_id(file->path())) trained.emplace(*id, file->path());
+  std::map<FileId, const std::string*> entries;
+  std::map<std::pair<int64_t, uint64_t>, std::string> contents;
+  bool is_told = false;
+  const std::vector<const TokenFile*> opened = training.token_files();
+  auto next = opened.begin();
+  for (const std::string& source : config.data.train) {
+    for (size_t left = expand_source(source).size(); left > 0; --left) {
+      const ReadOnlyFile& file = *(*next++)->files().front();
+      const std::optional<FileId> id = file_id(file.path());
+      if (!id) continue;
+      const auto [same, is_new] = trained.emplace(*id, file.path());
+      const std::string* entry = entries.emplace(*id, &source).first->second;
+      if (!is_new && (entry == &source || *entry != source)) {
+        throw_bad_input("data.train: {} is the same file as {}, which \"{}\" takes; take it out of one",
+                        file.path(), same->second, *entry);
+      }
+      const auto [copy, is_other] = contents.try_emplace({file.size(), xxh3_64(file.ends())}, file.path());
+      if (is_other || is_told) continue;
+      log_warning("data.train: {} is trained on twice, as {}, too", file.path(), copy->second);
+      is_told = true;
+    }
   }
+  return trained;
+}
+
+// Files are the same by any path.
+void check_held_out(const std::map<FileId, std::string>& trained, const Config& config) {
   for (fs::path path : present_files(held_out_sources(config))) {
     if (path.extension() == ".idx") path.replace_extension(".bin");
     const std::optional<FileId> id = file_id(path.string());
@@ -142,7 +171,9 @@ TokenFiles open_token_files(const std::vector<std::string>& sources, const Confi
   DataDescriptions descriptions;
   std::set<const nlohmann::json*> told;
   for (const std::string& source : sources) {
-    for (const std::string& file : expand_source(source)) {
+    const std::vector<std::string> expanded = expand_source(source);
+    if (is_pattern(source)) descriptions.check_complete(source, expanded);
+    for (const std::string& file : expanded) {
       const nlohmann::json* description = descriptions.of(file);
       if (description == nullptr) continue;
       check_described(file, *description, config);
@@ -156,6 +187,7 @@ TokenFiles open_token_files(const std::vector<std::string>& sources, const Confi
     check_reach(*file, descriptions.of(file->path()) != nullptr, config);
     check_mask(*file);
   }
+  for (const ReadOnlyFile* file : files.files()) descriptions.check_content(*file);
   const int64_t most = files.most_images();
   if (most > config.data.images_per_sequence) {
     throw_bad_input(
@@ -169,7 +201,17 @@ TokenFiles open_token_files(const std::vector<std::string>& sources, const Confi
 TokenFiles open_training_files(const Config& config) {
   check_patterns(config.data.train);
   TokenFiles files = open_token_files(config.data.train, config);
-  check_held_out(files, config);
+  check_held_out(distinct_files(files, config), config);
+  if (const auto source = files.source_without_documents()) {
+    throw_bad_input(
+        "data.train: {} has {}, so that data.documents=separate would keep nothing apart; {}, or "
+        "data.documents=joined",
+        config.data.train[*source],
+        config.data.document_ids().any() ? "neither data.document_start nor data.document_end"
+                                         : "no mark of 2 in its masks, as a document begins with (docs/data.md)",
+        config.data.document_ids().any() ? "set the id that its documents begin or end with"
+                                         : "make masks with marks, or set data.document_end");
+  }
   if (!files.targets_vary()) return files;
   if (const auto source = files.source_without_targets()) {
     throw_bad_input("data.train: none of {} sequences of {} has a target; check the file, and the mask beside it",
@@ -183,10 +225,16 @@ void check_present_files(Config config) {
     std::erase_if(sources, [](const std::string& source) { return present_files({source}).empty(); });
   };
   keep_present(config.data.train);
-  if (!config.data.train.empty()) open_training_files(config);
+  DataDescriptions descriptions;
+  const auto check_all = [&](const TokenFiles& files) {
+    for (const ReadOnlyFile* file : files.files()) {
+      descriptions.check_content(*file, [&] { return checksum_of(*file); });
+    }
+  };
+  if (!config.data.train.empty()) check_all(open_training_files(config));
   std::vector<std::string> held_out = held_out_sources(config);
   keep_present(held_out);
-  if (!held_out.empty()) open_token_files(held_out, config);
+  if (!held_out.empty()) check_all(open_token_files(held_out, config));
 }
 
 }  // namespace parka

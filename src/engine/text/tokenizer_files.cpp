@@ -10,6 +10,7 @@
 #include "core/log/log.h"
 #include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint_layout.h"
+#include "engine/config/data_description.h"
 #include "engine/files/draft_folder.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
@@ -182,7 +183,46 @@ std::map<int32_t, std::string> special_tokens(const std::string& folder) {
   return tokens;
 }
 
-void check_tokenizer(const Config& config) { named_tokenizer(config); }
+void check_tokenizer(const Config& config) {
+  const std::string named = named_tokenizer(config);
+  const std::string run =
+      named.empty() && !file_exists(kept_tokenizer(config)) ? tokenizer_of_model(config).value_or("") : named;
+  struct Made {
+    std::string file, tokenizer, folder;
+    json chat;  // the name of a template; null for text
+  };
+  std::optional<Made> first;
+  for_each_description(config.data.train, [&](const std::string& file, const json& description) {
+    const Made made = {file, described_tokenizer(description),
+                       (fs::path(file).parent_path() / kTokenizerFolder).string(),
+                       description.value("chat", json())};
+    if (made.tokenizer.empty()) return;
+    const bool is_bytes = made.tokenizer == "bytes";
+    if ((is_bytes && !named.empty()) || (!is_bytes && have_different_tokenizers(run, made.folder))) {
+      throw_bad_input("{}: was made with {}, and the run would have {}, to which its ids mean other texts; {}",
+                      file, is_bytes ? "the tokenizer of bytes" : made.folder, run,
+                      is_bytes ? "take data.tokenizer out"
+                               : "set data.tokenizer=" + made.folder + ", or prepare the data with the other");
+    }
+    if (!first) first = made;
+    if (first->chat.is_string() && made.chat.is_string() && first->chat != made.chat) {
+      log_warning("{}: its conversations have the template {}, and those of {} have {}; the model learns both",
+                  file, made.chat.dump(), first->file, first->chat.dump());
+    }
+    if (made.tokenizer == first->tokenizer) return;
+    if (is_bytes || first->tokenizer == "bytes" || have_different_tokenizers(first->folder, made.folder)) {
+      throw_bad_input(
+          "data.train: {} was made with another tokenizer than {}, and their ids mean other texts; prepare both with "
+          "one --tokenizer",
+          file, first->file);
+    }
+  });
+}
+
+void check_present_tokenizer(const Config& config) {
+  const auto is_there = [](const std::string& path) { return path.empty() || file_exists(path); };
+  if (is_there(config.data.tokenizer) && is_there(config.checkpoint.init_from)) check_tokenizer(config);
+}
 
 void keep_tokenizer(const Config& config) {
   const std::string copy = kept_tokenizer(config);

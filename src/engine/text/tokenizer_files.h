@@ -32,8 +32,12 @@ std::string open_tokenizer(const std::string& path, const std::string& where);
 // Error(kBadInput) if data.tokenizer is missing and there is no copy either.
 void keep_tokenizer(const Config& config);
 
-// Throws what keep_tokenizer() would throw; it writes nothing.
+// Throws what keep_tokenizer() would throw; it writes nothing. Throws Error(kBadInput), too, if files of data.train
+// were made with several tokenizers, or with another than data.tokenizer or else that of checkpoint.init_from, as
+// data.json and the tokenizer beside them tell.
 void check_tokenizer(const Config& config);
+// Likewise, but a tokenizer or a model that is not there says nothing.
+void check_present_tokenizer(const Config& config);
 
 // The special tokens of a tokenizer, which are no text, by their ids.
 std::map<int32_t, std::string> special_tokens(const std::string& folder);

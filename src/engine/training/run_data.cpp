@@ -6,6 +6,7 @@
 #include <fmt/format.h>
 
 #include "core/heartbeat.h"
+#include "engine/config/data_description.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 
@@ -27,11 +28,15 @@ nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicat
   if (std::any_of(counts.begin(), counts.end(), [&](const std::string& count) { return count != counts[0]; })) {
     throw_bad_input("data.train: ranks see different numbers of files; give all ranks the same files");
   }
+  DataDescriptions descriptions;
   for (size_t first = 0; first < opened.size(); first += size) {
     const size_t own = first + rank;
     const std::vector<std::string> of_ranks =
         communicator.gather_text(own < opened.size() ? checksum_of(*opened[own]) : "");
-    for (size_t i = first; i < std::min(first + size, opened.size()); ++i) all[i]["checksum"] = of_ranks[i - first];
+    for (size_t i = first; i < std::min(first + size, opened.size()); ++i) {
+      descriptions.check_content(*opened[i], [&] { return of_ranks[i - first]; });
+      all[i]["checksum"] = of_ranks[i - first];
+    }
   }
   return all;
 }

@@ -1,0 +1,253 @@
+"""Token files and masks that are not those which their data.json describes, and others that no one meant, are refused before a step.
+Exits with 77 (skipped) where a package is missing."""
+import json
+import os
+import shutil
+import sys
+import tempfile
+import unittest
+from pathlib import Path
+
+try:
+    import jinja2  # noqa: F401
+    import tokenizers  # noqa: F401
+    import transformers  # noqa: F401
+except ImportError as error:
+    print(f"skipped: {error.name} is missing")
+    sys.exit(77)
+
+from parka_runs import parka
+from refusals import assert_ended_well, assert_refused, assert_told
+from test_prepared_conversations import prepare
+from token_runs import TokenRuns, np, random_ids
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
+from tiny_tokenizers import llama2_like, qwen_like  # noqa: E402
+
+LENGTH, VOCAB = 256, 272
+CHAT = {"sequence_length": LENGTH, "loss_mask": True, "documents": "separate"}
+
+
+class Files(TokenRuns):
+    def pattern(self, pattern, **data):
+        return self.config([self.path(pattern)], VOCAB, **data)
+
+    def assert_refused_everywhere(self, config, *words, commands=(("config", "check"), ("data",), ("train",))):
+        self.forget_run()
+        path = self.write_config(config)
+        for command in commands:
+            with self.subTest(command=command):
+                self.assert_not_trained(parka(*command, path), *words)
+
+    def assert_taken(self, config):
+        self.forget_run()
+        path = self.write_config(config)
+        for command in (("config", "check"), ("data",), ("train",)):
+            assert_ended_well(self, parka(*command, path))
+
+
+class Prepared(Files):
+    @classmethod
+    def setUpClass(cls):
+        super().setUpClass()
+        temporary = tempfile.TemporaryDirectory(prefix="parka-test-")
+        cls.addClassCleanup(temporary.cleanup)
+        cls.made, chats = os.path.join(temporary.name, "made"), os.path.join(temporary.name, "chats.jsonl")
+        with open(chats, "w", encoding="utf-8") as file:
+            for number in range(400):
+                said = [{"role": "user", "content": f"question {number} " + "why " * (number % 11)}, {"role": "assistant", "content": f"answer {number}"}]
+                file.write(json.dumps({"messages": said}) + "\n")
+        prepare(chats, "--chat", "chatml", "--sequence-length", str(LENGTH), "--tokens-per-file", "16384", "--out", cls.made)
+
+    def setUp(self):
+        super().setUp()
+        self.folder_of_data = self.path("chats")
+        shutil.copytree(self.made, self.folder_of_data)
+
+    def of(self, number, suffix=""):
+        return f"{self.folder_of_data}/train-{number:05}.npy{suffix}"
+
+    def all(self, **data):
+        return self.pattern("chats/train-*.npy", **{**CHAT, **data})
+
+    def swap(self, one, other):
+        os.rename(one, one + ".kept")
+        os.rename(other, one)
+        os.rename(one + ".kept", other)
+
+    def flip_in_the_middle(self, path):
+        with open(path, "r+b") as file:
+            file.seek(os.path.getsize(path) // 2)
+            byte = file.read(1)
+            file.seek(-1, os.SEEK_CUR)
+            file.write(bytes([byte[0] ^ 1]))
+
+    def test_what_was_prepared_is_taken(self):
+        self.assertTrue(os.path.exists(self.of(2)))
+        self.assert_taken(self.all(checksum=True))
+        with open(f"{self.folder_of_data}/data.json", encoding="utf-8") as file:
+            described = json.load(file)
+        first = parka("data", self.of(0), "--json")
+        assert_ended_well(self, first)
+        self.assertEqual(described["contents"]["train-00000.npy"]["checksum"], json.loads(first.stdout)["checksum"])
+        self.assertEqual(sorted(described["contents"]), sorted(name for name in os.listdir(self.folder_of_data) if name.startswith("train")))
+
+    def test_a_file_that_is_cut_at_a_whole_sequence(self):
+        os.truncate(self.of(1), os.path.getsize(self.of(1)) - 2 * LENGTH)
+        os.truncate(self.of(1, ".mask"), os.path.getsize(self.of(1, ".mask")) - LENGTH)
+        self.assert_refused_everywhere(self.all(), self.of(1))
+        self.assert_refused_everywhere(self.config([self.of(1)], VOCAB, **CHAT), self.of(1))
+        assert_refused(self, parka("data", self.of(1)), self.of(1))
+
+    def test_files_and_masks_under_each_others_names(self):
+        for suffix in ("", ".mask"):
+            with self.subTest(suffix=suffix):
+                self.swap(self.of(0, suffix), self.of(1, suffix))
+                self.assert_refused_everywhere(self.all(), self.of(0, suffix))
+                self.swap(self.of(0, suffix), self.of(1, suffix))
+        self.assert_taken(self.all())
+
+    def test_a_file_of_another_tokenization(self):
+        ids = np.fromfile(self.of(0), "<u2")
+        (ids ^ 1).tofile(self.of(0))
+        self.assert_refused_everywhere(self.all(), self.of(0))
+
+    def test_damage_that_only_a_checksum_tells(self):
+        whole = (("config", "check"), ("data",))
+        for suffix in ("", ".mask"):
+            with self.subTest(suffix=suffix):
+                self.assertGreater(os.path.getsize(self.of(0, suffix)), 2 * 4096 + 2)
+                self.flip_in_the_middle(self.of(0, suffix))
+                self.assert_refused_everywhere(self.all(), self.of(0, suffix), commands=whole)
+                self.assert_refused_everywhere(self.all(checksum=True), self.of(0, suffix))
+                assert_refused(self, parka("data", self.of(0)), self.of(0, suffix))
+                self.flip_in_the_middle(self.of(0, suffix))
+
+    def test_a_file_that_is_missing(self):
+        for suffix in ("", ".mask"):
+            os.remove(self.of(1, suffix))
+        self.assert_refused_everywhere(self.all(), self.of(1))
+        self.assert_taken(self.config([self.of(0), self.of(2)], VOCAB, **CHAT))  # as they are named
+
+    def test_a_file_that_is_left_of_another_preparation(self):
+        for suffix in ("", ".mask"):
+            shutil.copy(self.of(0, suffix), self.of(9, suffix))
+        self.assert_refused_everywhere(self.all(), self.of(9))
+        self.assert_taken(self.config([self.of(0)], VOCAB, **CHAT))
+
+    def test_conversations_of_two_templates_are_told(self):
+        other = self.path("other")
+        shutil.copytree(self.made, other)
+        with open(f"{other}/data.json", "r+", encoding="utf-8") as file:
+            described = json.load(file)
+            described["chat"] = "llama3"
+            file.seek(0)
+            file.truncate()
+            json.dump(described, file)
+        config = self.config([self.of(0), f"{other}/train-00001.npy"], VOCAB, **CHAT)
+        assert_told(self, self.train(config), "llama3", "chatml", other)
+
+    def test_an_older_description_does_not_tell(self):
+        path = f"{self.folder_of_data}/data.json"
+        with open(path, encoding="utf-8") as file:
+            described = json.load(file)
+        del described["contents"]
+        with open(path, "w", encoding="utf-8") as file:
+            json.dump(described, file)
+        self.flip_in_the_middle(self.of(0, ".mask"))
+        self.assert_taken(self.all(checksum=True))
+
+
+class Tokenizers(Files):
+    def setUp(self):
+        super().setUp()
+        self.write("text.txt", b"a plain text of some words\n" * 60)
+        self.one, self.other = (str(make(Path(self.path(name)))) for make, name in ((qwen_like, "one"), (llama2_like, "other")))
+        for name, tokenizer in (("a", self.one), ("b", self.other), ("c", self.one), ("d", "bytes")):
+            prepare(self.path("text.txt"), "--tokenizer", tokenizer, "--out", self.path(name))
+
+    def of(self, *folders, **data):
+        return self.config([self.path(f"{folder}/train-00000.npy") for folder in folders], 1024, **data)
+
+    def test_the_runs_tokenizer_is_that_of_the_data(self):
+        self.assert_refused_everywhere(self.of("a", tokenizer=self.other), self.path("a/tokenizer"), os.path.dirname(self.other), "data.tokenizer")
+        self.assert_refused_everywhere(self.of("d", tokenizer=self.other), self.path("d"), os.path.dirname(self.other), "data.tokenizer")
+        self.assert_taken(self.of("a", tokenizer=self.one))
+
+    def test_folders_of_several_tokenizers(self):
+        for other in "bd":
+            self.assert_refused_everywhere(self.of("a", other), self.path("a"), self.path(other))
+        os.remove(self.path("c/train-00000.npy"))
+        shutil.copy(self.path("a/train-00000.npy"), self.path("c"))
+        self.assert_taken(self.of("a", "c"))
+
+
+class Taken(Files):
+    """What patterns and lists take beside token files."""
+
+    def write_ids(self, name, seed=1):
+        return self.write(name, random_ids(64 * 32, VOCAB, seed=seed))
+
+    def test_masks_under_names_of_token_files(self):
+        marks = np.random.default_rng(1).integers(0, 2, 4000).astype("u1")
+        for name in ("labels_mask_part_0.npy", "x_mask.bin", "y.npy"):
+            with self.subTest(name):
+                self.write_ids("sft/token_ids_part_0.npy")
+                path = self.write(f"sft/{name}", marks)
+                self.assert_refused_everywhere({**self.pattern("sft/*"), "model": {**self.pattern("")["model"], "vocab_size": 50304}}, path, "mask")
+                os.remove(path)
+        path = self.write("sft/labels_mask_part_0.npy", b"\1" * 4096)
+        self.assert_refused_everywhere({**self.pattern("sft/*"), "model": {**self.pattern("")["model"], "vocab_size": 50304}}, path, "mask")
+
+    def test_a_mask_without_the_ending_of_its_file(self):
+        self.write_ids("m/train-0.npy")
+        mask = self.write("m/train-0.mask", b"\1" * 2048)
+        for pattern in ("m/train-*", "m/*.npy", "m/train-0.npy"):
+            self.assert_refused_everywhere(self.pattern(pattern), mask)
+
+    def test_leftovers_by_patterns(self):
+        for end in ("~", ".bak", ".tmp", ".part", ".crdownload"):
+            with self.subTest(end):
+                self.write_ids("left/x.npy")
+                path = self.write_ids(f"left/x.npy{end}", seed=2)
+                self.assert_refused_everywhere(self.pattern("left/*"), path)
+                assert_refused(self, parka("data", self.path("left/*")), path)
+                self.assert_taken(self.pattern(f"left/x.npy{end}"))  # as it is named
+                os.remove(path)
+
+    def test_a_file_by_several_names(self):
+        one = self.write_ids("twice/one.npy")
+        self.write_ids("twice/two.npy", seed=2)
+        self.assert_refused_everywhere(self.config([self.path("twice/*.npy"), one], VOCAB), "one.npy")
+        self.assert_refused_everywhere(self.config([self.path("twice/o*.npy"), self.path("twice/*e.npy")], VOCAB), "one.npy")
+        os.symlink(one, self.path("twice/link.npy"))
+        self.assert_refused_everywhere(self.pattern("twice/*"), "link.npy", "one.npy")
+        self.assert_refused_everywhere(self.config([one, self.path("twice/link.npy")], VOCAB), "link.npy", "one.npy")
+        os.remove(self.path("twice/link.npy"))
+        shutil.copy(one, self.path("twice/one (1).npy"))
+        for config in (self.pattern("twice/*"), self.config([one, one], VOCAB)):
+            self.forget_run()
+            assert_told(self, self.train(config), "one.npy", "twice")
+
+
+class Documents(Files):
+    def test_files_in_which_no_document_begins(self):
+        path = self.write("x.npy", random_ids(64 * 32, 200))
+        for key in ("document_end", "document_start"):
+            self.assert_refused_everywhere(self.pattern("x.npy", documents="separate", **{key: 256}), path, f"data.{key}", "data.documents=joined")
+        self.assert_taken(self.pattern("x.npy", documents="separate", document_end=7))
+        mask = self.write("x.npy.mask", np.random.default_rng(1).integers(0, 2, 64 * 32).astype("u1"))
+        self.assert_refused_everywhere(self.pattern("x.npy", documents="separate", loss_mask=True), path, "data.documents=joined")
+        os.remove(mask)
+
+    def test_a_document_may_be_a_file_beside_others(self):
+        self.write("one.npy", random_ids(64 * 32, 200))
+        self.write("many.npy", random_ids(64 * 32, 200, seed=2) % 100)
+        self.write("long.npy", random_ids(1 << 17, 200) % 100)
+        files = lambda *names: self.config([self.path(name) for name in names], VOCAB, documents="separate", document_end=150)  # noqa: E731
+        self.assert_taken(files("one.npy", "many.npy"))
+        self.assert_refused_everywhere(files("one.npy", "long.npy"), "long.npy", "data.document_end")
+
+
+if __name__ == "__main__":
+    unittest.main()
