@@ -257,9 +257,6 @@ bool are_floats(const std::vector<std::string>& pages) {
          are_whole<uint64_t>(pages, [](uint64_t bits) { return std::bit_cast<double>(bits); });
 }
 
-// How often each byte is there at the places of one parity.
-using Histogram = std::array<int64_t, 256>;
-
 // Whether the bytes are marks of a mask, and not ids: those have large numbers nowhere but in their lower bytes.
 // Such ids as a byte of 1 behind another makes are no vocabulary.
 bool are_marks(const std::vector<std::string>& pages, TokenType type) {
@@ -282,7 +279,7 @@ bool are_marks(const std::vector<std::string>& pages, TokenType type) {
 // in a larger vocabulary the lower one has all values alike, and of a smaller one the upper one is 0.
 bool are_bytes(const std::vector<std::string>& pages, TokenType type) {
   constexpr double kLeast = 1024, kMostValues = 224;
-  Histogram lower{}, upper{};
+  std::array<int64_t, 256> lower{}, upper{};  // how often each byte is there
   double pairs = 0;
   for (const std::string_view page : pages) {
     for (size_t i = 0; i + 2 <= page.size(); i += 2) {

@@ -152,10 +152,11 @@ class Prepared(Files):
         with open(path, encoding="utf-8") as file:
             described = json.load(file)
         del described["contents"]
-        with open(path, "w", encoding="utf-8") as file:
-            json.dump(described, file)
         self.flip_in_the_middle(self.of(0, ".mask"))
-        self.assert_taken(self.all(checksum=True))
+        for contents in ({}, {"contents": "of another program"}, {"contents": {"train-00000.npy": 1}}):
+            with open(path, "w", encoding="utf-8") as file:
+                json.dump({**described, **contents}, file)
+            self.assert_taken(self.all(checksum=True))
 
 
 class Tokenizers(Files):

@@ -41,12 +41,6 @@ json read_description(const fs::path& path) {
   return read.is_object() && read.value("dtype", json()).is_string() ? read : nullptr;
 }
 
-bool has_file(const json& split, const std::string& file) {
-  if (!split.is_object() || !split.contains("files")) return false;
-  const json& files = split.at("files");
-  return std::find(files.begin(), files.end(), file) != files.end();
-}
-
 std::optional<int64_t> integer_of(const json& description, const char* key) {
   const json value = description.value(key, json());
   return value.is_number_integer() ? std::optional(value.get<int64_t>()) : std::nullopt;
@@ -102,27 +96,33 @@ void check_document_ids(const fs::path& file, const json& description, DocumentI
 
 fs::path description_path(const fs::path& file) { return file.parent_path() / "data.json"; }
 
-const json& DataDescriptions::of_folder(const fs::path& file) {
+const DataDescriptions::Folder& DataDescriptions::of_folder(const fs::path& file) {
   const auto [found, is_new] = folders_.try_emplace(file.parent_path());
-  if (is_new) found->second = read_description(description_path(file));
-  return found->second;
+  Folder& folder = found->second;
+  if (!is_new) return folder;
+  folder.description = read_description(description_path(file));
+  for (const auto& [split, about] : folder.description.items()) {
+    if (!about.is_object() || !about.contains("files")) continue;
+    for (const json& name : about.at("files")) {
+      if (name.is_string()) folder.splits.emplace(name.get<std::string>(), split);
+    }
+  }
+  return folder;
 }
 
 const json* DataDescriptions::of(const fs::path& file, std::string_view split) {
-  const json& description = of_folder(file);
-  if (description.is_null()) return nullptr;
-  const std::string name = file.filename().string();
-  const bool names_it =
-      split.empty() ? std::ranges::any_of(description, [&](const json& each) { return has_file(each, name); })
-                    : has_file(description.value(std::string(split), json()), name);
-  return names_it ? &description : nullptr;
+  const Folder& folder = of_folder(file);
+  const auto found = folder.splits.find(file.filename().string());
+  if (found == folder.splits.end() || (!split.empty() && found->second != split)) return nullptr;
+  return &folder.description;
 }
 
 void DataDescriptions::check_content(const ReadOnlyFile& file, const std::function<std::string()>& checksum) {
   const fs::path path = file.path();
-  const json& description = of_folder(path);
-  if (!description.contains("contents")) return;
-  const json content = description.at("contents").value(path.filename().string(), json());
+  const json& description = of_folder(path).description;
+  const auto contents = description.find("contents");
+  if (contents == description.end() || !contents->is_object()) return;
+  const json content = contents->value(path.filename().string(), json());
   const auto differs = [&](const char* key, const json& own) { return content.value(key, own) != own; };
   if (!content.is_object()) return;
   if (!differs("bytes", file.size()) && !differs("ends", fmt::format("{:016x}", xxh3_64(file.ends()))) &&
@@ -149,15 +149,11 @@ void DataDescriptions::check_complete(const std::string& pattern, const std::vec
         file.string(), pattern, found->second, description_path(file).string());
   }
   for (const auto& [folder, described] : folders) {
-    for (const json& split : of_folder(described)) {
-      if (!split.is_object() || !split.contains("files")) continue;
-      for (const json& name : split.at("files")) {
-        const fs::path listed = folder / (name.is_string() ? name.get<std::string>() : "");
-        if (fnmatch(pattern.c_str(), listed.c_str(), FNM_PATHNAME | FNM_PERIOD) != 0 || file_exists(listed))
-          continue;
-        throw_bad_input("{}: no such file, and {} lists it with {}; copy it, too, or list files by their names",
-                        listed.string(), description_path(described).string(), described);
-      }
+    for (const auto& [name, split] : of_folder(described).splits) {
+      const fs::path listed = folder / name;
+      if (fnmatch(pattern.c_str(), listed.c_str(), FNM_PATHNAME | FNM_PERIOD) != 0 || file_exists(listed)) continue;
+      throw_bad_input("{}: no such file, and {} lists it with {}; copy it, too, or list files by their names",
+                      listed.string(), description_path(described).string(), described);
     }
   }
 }

@@ -30,9 +30,13 @@ class DataDescriptions {
   void check_complete(const std::string& pattern, const std::vector<std::string>& files);
 
  private:
-  const nlohmann::json& of_folder(const std::filesystem::path& file);
+  struct Folder {
+    nlohmann::json description;                      // null if there is none
+    std::map<std::string, std::string> splits = {};  // of which files are, by their names
+  };
+  const Folder& of_folder(const std::filesystem::path& file);
 
-  std::map<std::filesystem::path, nlohmann::json> folders_;
+  std::map<std::filesystem::path, Folder> folders_;
 };
 
 // The data.json that describes a token file.
