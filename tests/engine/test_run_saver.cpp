@@ -2,7 +2,9 @@
 
 #include <atomic>
 #include <chrono>
+#include <future>
 #include <memory>
+#include <thread>
 #include <utility>
 
 #include "core/heartbeat.h"
@@ -12,6 +14,7 @@
 #include "tests/engine/written_tokens.h"
 #include "tests/support/alone.h"
 #include "tests/support/forwarding_device.h"
+#include "tests/support/no_threads.h"
 #include "tests/support/thread_ranks.h"
 
 using namespace parka;
@@ -58,6 +61,48 @@ Config tiny_config(const std::string& folder) {
        {"checkpoint", {{"folder", folder + "/run"}, {"keep", 0}}}},
       "test");
 }
+
+// A run of one rank, which is saved.
+struct SavedRun {
+  explicit SavedRun(const TemporaryFolder& folder, bool async = true,
+                    std::unique_ptr<Device> on = make_cpu_device())
+      : config(tiny_config(folder.path())), device(std::move(on)) {
+    config.checkpoint.async = async;
+    run = std::make_unique<TrainingRun>(config, *device, alone());
+    run->initialize();
+  }
+  void step() {
+    run->step();
+    run->finish();
+  }
+  std::unique_ptr<RunSaver> saver(SaveOptions options) {
+    return std::make_unique<RunSaver>(*run, alone(), config.checkpoint, std::move(options));
+  }
+  std::vector<int64_t> steps() const {
+    std::vector<int64_t> found;
+    for (const CheckpointInfo& checkpoint : list_checkpoints(config.checkpoint.folder)) {
+      found.push_back(checkpoint.step);
+    }
+    return found;
+  }
+
+  Config config;
+  std::unique_ptr<Device> device;
+  std::unique_ptr<TrainingRun> run;
+};
+
+// Remembers whether one thread alone has read it, from the first read on.
+class ReadByOne final : public ForwardingDevice {
+ public:
+  void copy_to_host(void* host, const void* source, int64_t bytes) override {
+    is_own = is_own && std::this_thread::get_id() == own_;
+    ForwardingDevice::copy_to_host(host, source, bytes);
+  }
+  std::atomic<bool> is_own = true;
+
+ private:
+  const std::thread::id own_ = std::this_thread::get_id();
+};
 
 // Trains on `device` to step `steps`, saving after each, and one more step beside the last save. Saves that
 // the training's thread makes are heartbeats, others are none.
@@ -200,6 +245,109 @@ TEST_CASE("a save that failed is made up for with the state of the next call, an
   CHECK(error.code() == ExitCode::kIo);
   CHECK(mentions(error.what(), "the disk is on fire"));
   CHECK(list_checkpoints(config.checkpoint.folder).front().step == 3);
+}
+
+TEST_CASE("saves go on in the background and one waits for the other", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  SavedRun saved(folder);
+  std::promise<void> go_on;
+  std::shared_future<void> may_go_on = go_on.get_future().share();
+  const auto saver = saved.saver({.keep = 0, .observer = [=](std::string_view) { may_go_on.wait(); }});
+  saved.step();
+  saver->save();
+  CHECK(saved.steps().empty());  // it returned while the save stands still before its first step
+  saved.step();
+  std::thread helper([&] { go_on.set_value(); });
+  saver->save();
+  CHECK_FALSE(saved.steps().empty());  // it returned when the first was complete
+  saver->finish();
+  CHECK(saved.steps() == std::vector<int64_t>{2, 1});
+  helper.join();
+}
+
+TEST_CASE("what one thread alone can read is read by it, whatever number of writers", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  auto device = std::make_unique<ReadByOne>();
+  const ReadByOne& watched = *device;
+  SavedRun saved(folder, /*async=*/false, std::move(device));
+  const auto saver = saved.saver({.max_shard_bytes = 4, .writers = 4});
+  saved.step();
+  saver->save();
+  saver->finish();
+  CHECK(watched.is_own);
+  CHECK(saved.steps() == std::vector<int64_t>{1});
+}
+
+TEST_CASE("the saver's destructor finishes the save and reports its error", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  SavedRun saved(folder);
+  bool fails = GENERATE(false, true);
+  std::vector<std::string> reports;
+  saved.step();
+  saved
+      .saver({.observer =
+                  [&](std::string_view) {
+                    if (fails) throw Error(ExitCode::kIo, "the disk is on fire");
+                  },
+              .report = [&](const std::string& message) { reports.push_back(message); }})
+      ->save();
+  CHECK(saved.steps().size() == (fails ? 0 : 1));
+  CHECK(reports.size() == (fails ? 1 : 0));
+  if (fails) CHECK(mentions(reports[0], "the disk is on fire"));
+}
+
+TEST_CASE("older checkpoints that a save has kept are removed when it turns out to be good",
+          "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  SavedRun saved(folder);
+  const auto saver = saved.saver({.keep = 1});
+  saved.step();
+  saver->save();
+  saver->keep_older(true);
+  saved.step();
+  saver->save();
+  saver->finish();
+  CHECK(saved.steps() == std::vector<int64_t>{2, 1});
+  saver->remove_older();
+  saver->finish();
+  CHECK(saved.steps() == std::vector<int64_t>{2});
+  saver->keep_older(true);
+  saved.step();
+  saver->save();
+  saver->remove_older();  // while it may still be saved
+  saver->finish();
+  CHECK(saved.steps() == std::vector<int64_t>{3});
+}
+
+TEST_CASE("an error of removing older checkpoints is kept like one of a save", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  SavedRun saved(folder);
+  std::atomic<bool> is_ours = true;
+  const auto check = [&] {
+    if (!is_ours) throw Error(ExitCode::kIo, "the folder was taken over");
+  };
+  const auto saver = saved.saver({.keep = 1, .check_folder = check});
+  check_run_folder_writable(saved.config.checkpoint.folder);
+  saved.step();
+  saver->save();
+  saver->keep_older(true);
+  saved.step();
+  saver->save();
+  saver->finish();
+  is_ours = false;
+  saver->remove_older();
+  CHECK(error_of([&] { saver->finish(); }).code() == ExitCode::kIo);
+  CHECK(saved.steps() == std::vector<int64_t>{2, 1});
+}
+
+TEST_CASE("where no thread can be made the saver says so", "[engine][checkpoint]") {
+  const TemporaryFolder folder;
+  SavedRun saved(folder);
+  const auto make_saver = [&] {
+    const NoThreads no_threads;
+    saved.saver({});
+  };
+  CHECK(error_of(make_saver).code() == ExitCode::kBadInput);
 }
 
 TEST_CASE("ranks do not wait for one that has failed and cannot say so in the folder",

@@ -39,7 +39,7 @@ struct SaveGroup {
   int rank = 0;
   int size = 1;
   // The id of this save: the same on all ranks, and never used before in this folder, so that files of a dead run
-  // or an earlier save are not taken for a part of this one. Letters, digits, '-' and '_'. CheckpointSaver adds the
+  // or an earlier save are not taken for a part of this one. Letters, digits, '-' and '_'. RunSaver adds the
   // number of the save to it, so one make_save_id() of rank 0 is enough for a run.
   std::string id = {};
   // How long a rank waits for the others after it has written its part.
