@@ -15,6 +15,39 @@ void Samples::add(Device& device, int64_t block, QuantizedTensor which, const Te
   add_whole(device, block, which, first_rows(x), first_rows(q));
 }
 
+void Samples::add(Device& device, int64_t block, const SwigluForward& a, const TensorView& projected) const {
+  if (!active()) return;
+  const int64_t f = a.product.data.dim[1];
+  add(device, block, QuantizedTensor::kUpGate, projected, a.up_gate);
+  if (!a.silu.empty()) {
+    // d_up = d_product act(gate): with ones for d_product the first f columns are what was quantized.
+    const TensorView d_up_gate = buffer(2 * f);
+    swiglu_backward(device, {.up_gate = first_rows(a.up_gate),
+                             .d_product = ones(),
+                             .d_up_gate = d_up_gate,
+                             .activation = a.activation});
+    add(device, block, QuantizedTensor::kSilu, d_up_gate, a.silu);
+  }
+  if (a.product.scaling == Scaling::kNone) return;
+  const TensorView product = buffer(f);
+  swiglu_backward(device, {.up_gate = first_rows(a.up_gate),
+                           .silu = first_rows(a.silu),
+                           .product = product,
+                           .activation = a.activation});
+  add(device, block, QuantizedTensor::kProduct, product, a.product);
+}
+
+void Samples::add(Device& device, int64_t block, const SwigluBackward& a) const {
+  if (!active() || a.d_up_gate.scaling == Scaling::kNone) return;
+  const TensorView d_up_gate = buffer(a.d_up_gate.data.dim[1]);
+  swiglu_backward(device, {.up_gate = first_rows(a.up_gate),
+                           .silu = first_rows(a.silu),
+                           .d_product = first_rows(a.d_product),
+                           .d_up_gate = d_up_gate,
+                           .activation = a.activation});
+  add(device, block, QuantizedTensor::kUpGateGradient, d_up_gate, a.d_up_gate);
+}
+
 void Samples::add_whole(Device& device, int64_t block, QuantizedTensor which, const TensorView& x,
                         const ScaledView& q) const {
   const TensorView totals = statistics_.rows(block * kNumQuantizedTensors + static_cast<int64_t>(which), 1);

@@ -3,6 +3,7 @@
 #include "kernels/device/arena.h"
 #include "kernels/device/device.h"
 #include "kernels/ops/attention/attention.h"
+#include "kernels/ops/swiglu/swiglu.h"
 #include "model/quantized_tensors.h"
 
 namespace parka {
@@ -26,6 +27,10 @@ class Samples {
   // Adds the statistics of how a block's tensor `q`, [T, C], was made of `x`, by its first rows; `x` may have only
   // these. Does nothing if `q` is not quantized.
   void add(Device& device, int64_t block, QuantizedTensor which, const TensorView& x, const ScaledView& q) const;
+  // Adds those of what the op has quantized: up | gate, as it was `projected`, act(gate) and the product; and the
+  // gradient of up | gate.
+  void add(Device& device, int64_t block, const SwigluForward& a, const TensorView& projected) const;
+  void add(Device& device, int64_t block, const SwigluBackward& a) const;
   // The same by all rows.
   void add_whole(Device& device, int64_t block, QuantizedTensor which, const TensorView& x,
                  const ScaledView& q) const;

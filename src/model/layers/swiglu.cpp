@@ -56,7 +56,7 @@ void Swiglu::declare(BufferScope& scope) {
   d_product_ = scope.workspace("d_product", scope.compute(), {T, f}, kBackwardDown | kBackwardSwiglu);
   samples_amax_ = formats.samples_gradient_amax;
   d_up_gate_.row = scope.workspace("d_up_gate", formats.gradient, T, 2 * f, kGradient);
-  if (has_fp8_gradient()) scope.sample(2 * f);
+  if (formats.gradient.scaling != Scaling::kNone) scope.sample(2 * f);
   if (!formats.fp8_gemm || !up_gate_layer_.trains_weight()) return;
   d_up_gate_.transposed =
       scope.workspace("d_up_gate_t", formats.gradient, 2 * f, T, kGradient, d_up_gate_.row.scale);
@@ -80,7 +80,7 @@ void Swiglu::forward(const StepContext& step, const ScaledView& x, const TensorV
     up_gate_layer_.forward(step, x, projected);
     swiglu_forward(step.device, swiglu);
   }
-  sample_forward(step, projected);
+  step.samples.add(step.device, block_, swiglu, projected);
   down_layer_.forward(step, product, out);
 }
 
@@ -94,57 +94,20 @@ void Swiglu::backward(const StepContext& step, const GemmInput& d_out, const Inp
                              step.matrix(product_.transposed, f, T)};
   const GemmInput d_up_gate = {step.matrix(d_up_gate_.row, T, 2 * f), step.matrix(d_up_gate_.transposed, 2 * f, T)};
   down_layer_.input_gradient(step, d_out, d_product);
-  swiglu_backward(step.device, {.up_gate = step.matrix(up_gate_, T, 2 * f),
-                                .silu = step.matrix(silu_, T, f),
-                                .d_product = d_product,
-                                .d_up_gate = d_up_gate.row,
-                                .d_up_gate_t = d_up_gate.transposed,
-                                .samples_amax = samples_amax_,
-                                .product = makes_product ? product.row : ScaledView{},
-                                .product_t = makes_product ? product.transposed : ScaledView{},
-                                .activation = activation_});
-  sample_backward(step);
+  const SwigluBackward swiglu = {.up_gate = step.matrix(up_gate_, T, 2 * f),
+                                 .silu = step.matrix(silu_, T, f),
+                                 .d_product = d_product,
+                                 .d_up_gate = d_up_gate.row,
+                                 .d_up_gate_t = d_up_gate.transposed,
+                                 .samples_amax = samples_amax_,
+                                 .product = makes_product ? product.row : ScaledView{},
+                                 .product_t = makes_product ? product.transposed : ScaledView{},
+                                 .activation = activation_};
+  swiglu_backward(step.device, swiglu);
+  step.samples.add(step.device, block_, swiglu);
   if (down_layer_.reads_input_again()) down_layer_.weight_gradient(step, d_out, product);
   up_gate_layer_.input_gradient(step, d_up_gate, d_x);
   if (up_gate_layer_.reads_input_again()) up_gate_layer_.weight_gradient(step, d_up_gate, x());
-}
-
-void Swiglu::sample_forward(const StepContext& step, const TensorView& up_gate_plain) const {
-  const Samples& samples = step.samples;
-  if (!samples.active()) return;
-  const int64_t T = step.num_tokens(), f = d_ffn_;
-  const ScaledView up_gate = step.matrix(up_gate_, T, 2 * f), silu = step.matrix(silu_, T, f);
-  samples.add(step.device, block_, QuantizedTensor::kUpGate, up_gate_plain, up_gate);
-  if (!silu.empty()) {
-    // d_up = d_product act(gate): with ones for d_product the first f columns are what was quantized.
-    const TensorView d_up_gate = samples.buffer(2 * f);
-    swiglu_backward(step.device, {.up_gate = samples.first_rows(up_gate),
-                                  .d_product = samples.ones(),
-                                  .d_up_gate = d_up_gate,
-                                  .activation = activation_});
-    samples.add(step.device, block_, QuantizedTensor::kSilu, d_up_gate, silu);
-  }
-  if (product_.row.format.scaling == Scaling::kNone) return;
-  const TensorView product = samples.buffer(f);
-  swiglu_backward(step.device, {.up_gate = samples.first_rows(up_gate),
-                                .silu = samples.first_rows(silu),
-                                .product = product,
-                                .activation = activation_});
-  samples.add(step.device, block_, QuantizedTensor::kProduct, product, step.matrix(product_.row, T, f));
-}
-
-void Swiglu::sample_backward(const StepContext& step) const {
-  const Samples& samples = step.samples;
-  if (!samples.active() || !has_fp8_gradient()) return;
-  const int64_t T = step.num_tokens(), f = d_ffn_;
-  const TensorView d_up_gate = samples.buffer(2 * f);
-  swiglu_backward(step.device, {.up_gate = samples.first_rows(step.matrix(up_gate_, T, 2 * f)),
-                                .silu = samples.first_rows(step.matrix(silu_, T, f)),
-                                .d_product = samples.first_rows(step.tensor(d_product_, T, f)),
-                                .d_up_gate = d_up_gate,
-                                .activation = activation_});
-  samples.add(step.device, block_, QuantizedTensor::kUpGateGradient, d_up_gate,
-              step.matrix(d_up_gate_.row, T, 2 * f));
 }
 
 }  // namespace parka

@@ -32,10 +32,6 @@ class Swiglu {
   void backward(const StepContext& step, const GemmInput& d_out, const InputAgain& x, const TensorView& d_x) const;
 
  private:
-  bool has_fp8_gradient() const { return d_up_gate_.row.format.scaling != Scaling::kNone; }
-  void sample_forward(const StepContext& step, const TensorView& up_gate_plain) const;
-  void sample_backward(const StepContext& step) const;
-
   int64_t block_;
   int64_t d_ffn_;
   GateActivation activation_;
