@@ -80,11 +80,7 @@ void TrainingRun::hash_state(Table table) const {
 
 bool TrainingRun::state_is_watched_at(int64_t step) const {
   const IntegrityChecks& checks = declared_.checks;
-  const CheckpointConfig& checkpoint = config_.checkpoint;
-  if (checks.state_is_due(step)) return true;
-  const bool saves = (checkpoint.interval > 0 && step % checkpoint.interval == 0) ||
-                     (checkpoint.save_final && step == config_.training.steps);
-  return checks.watches_state() && saves;
+  return checks.state_is_due(step) || (checks.watches_state() && save_is_due(config_, step));
 }
 
 // Before a parameter is updated while backward goes on.

@@ -115,7 +115,7 @@ class TrainingLoop {
       heartbeat("training", run_.completed_steps() + 1);
       take(run_.step());
       const int64_t step = run_.completed_steps();
-      const bool is_last = step == steps, save_due = save_is_due(step), eval_due = evaluation_is_due(step);
+      const bool is_last = step == steps, save_due = save_is_due(config_, step), eval_due = evaluation_is_due(step);
       const Agreement agreed = agree();
       if (eval_due || save_due || is_last || agreed.any()) take(run_.finish());
       if (agreed.failed) end_after_failure();
@@ -164,12 +164,6 @@ class TrainingLoop {
     const int own = (failure ? 4 : 0) + (stop_signal() != 0 ? 2 : 0) + (saver_.failed() ? 1 : 0);
     const int most = static_cast<int>(communicator_.max(own));
     return {(most & 2) != 0, (most & 1) != 0, (most & 4) != 0};
-  }
-
-  bool save_is_due(int64_t step) const {
-    const CheckpointConfig& checkpoint = config_.checkpoint;
-    return (checkpoint.interval > 0 && step % checkpoint.interval == 0) ||
-           (checkpoint.save_final && step == config_.training.steps);
   }
 
   // The weights are known to be sound once a step or an evaluation with them was finite; until then older

@@ -59,6 +59,9 @@ struct StepReport {
   bool is_finite() const { return std::isfinite(loss) && std::isfinite(grad_norm); }
 };
 
+// True if the config asks for a checkpoint after this step.
+bool save_is_due(const Config& config, int64_t step);
+
 // One rank of a training run: weights, optimizer states and the position in the data. All ranks must make the same
 // calls; what a step reports is of the whole run, and the same on all of them.
 class TrainingRun {

@@ -153,6 +153,12 @@ int64_t staging_bytes(const Config& config, const DeclaredRun& run, const Zero& 
   return bytes + StagingBuffer::place_of(run.checks.table_bytes());
 }
 
+bool save_is_due(const Config& config, int64_t step) {
+  const CheckpointConfig& checkpoint = config.checkpoint;
+  return (checkpoint.interval > 0 && step % checkpoint.interval == 0) ||
+         (checkpoint.save_final && step == config.training.steps);
+}
+
 nlohmann::json TrainingRun::saved_state() const {
   nlohmann::json state = {{"applied_steps", applied_steps_},
                           {"data",
