@@ -178,6 +178,22 @@ void CheckpointWeights::read_stored(const ParameterInfo& parameter, ElementRange
   }
 }
 
+void CheckpointWeights::read_as(DType dtype, const ParameterInfo& parameter, const ByteCallback& callback) const {
+  const ElementRange all = {0, parameter.numel()};
+  if (adapters_.all.empty() && !is_coded(parameter) && this->dtype(parameter) == dtype) {
+    checkpoint_.read_ranges({{parameter.name, all}}, [&](const SafetensorsEntry&, int64_t first, ByteSpan bytes) {
+      callback(first, bytes);
+    });
+    return;
+  }
+  std::vector<std::byte> bytes;
+  read(parameter, all, WeightForm::kCompute, [&](int64_t first_element, std::span<const float> values) {
+    bytes.resize(values.size() * static_cast<size_t>(size_of(dtype)));
+    encode_floats(values, dtype, bytes);
+    callback(first_element, bytes);
+  });
+}
+
 std::vector<float> CheckpointWeights::read(const ParameterInfo& parameter, ElementRange range,
                                            WeightForm form) const {
   std::vector<float> all(static_cast<size_t>(range.size()));

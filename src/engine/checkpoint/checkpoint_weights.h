@@ -46,6 +46,11 @@ class CheckpointWeights {
   // All of them at once.
   std::vector<float> read(const ParameterInfo& parameter, ElementRange range, WeightForm form) const;
 
+  // Passes the compute weights of a parameter to `callback` in a plain float format: as they are stored where they
+  // have that and nothing is added to them, otherwise rounded to nearest even.
+  using ByteCallback = std::function<void(int64_t first_element, ByteSpan bytes)>;
+  void read_as(DType dtype, const ParameterInfo& parameter, const ByteCallback& callback) const;
+
   // The format of a parameter's compute weights.
   DType dtype(const ParameterInfo& parameter) const;
 

@@ -3,15 +3,12 @@
 #include <algorithm>
 #include <cstddef>
 #include <filesystem>
-#include <span>
-#include <vector>
 
 #include "core/log/log.h"
 #include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint_base.h"
 #include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/checkpoint/saved_state.h"
-#include "engine/files/float_elements.h"
 #include "kernels/device/recording_device.h"
 
 namespace parka {
@@ -102,16 +99,12 @@ InferenceRun::InferenceRun(Device& device, const LoadedCheckpoint& checkpoint, c
   model.bind(device, *arena_);
   const std::vector<ParameterInfo>& parameters = model.parameters().all;
   const CheckpointWeights weights(checkpoint, parameters);
-  std::vector<std::byte> bytes;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const ParameterInfo& p = parameters[i];
     const auto index = static_cast<int>(i);
     const TensorView target = p.is_coded() ? model.weights().coded_buffer(index) : model.weights().own()[i];
-    const int64_t size = size_of(target.dtype);
-    weights.read(p, {0, p.numel()}, WeightForm::kCompute, [&](int64_t first, std::span<const float> values) {
-      bytes.resize(values.size() * static_cast<size_t>(size));
-      encode_floats(values, target.dtype, bytes);
-      device.copy_to_device(static_cast<std::byte*>(target.data) + first * size, bytes.data(),
+    weights.read_as(target.dtype, p, [&](int64_t first, ByteSpan bytes) {
+      device.copy_to_device(static_cast<std::byte*>(target.data) + first * size_of(target.dtype), bytes.data(),
                             static_cast<int64_t>(bytes.size()));
     });
     if (p.is_coded()) model.weights().encode(device, index);
