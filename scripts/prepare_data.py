@@ -212,7 +212,9 @@ def summary(options: argparse.Namespace, maker: parts.PartMaker, output: Output)
         info["left_out"]["not_utf8_documents"] = output.counts["not_utf8_documents"]
     if options.chat is not None:
         info["chat"] = options.chat if options.chat in chat.MARKERS else Path(options.chat).name
+        info["chat_template_sha256"] = maker.template.sha256
         info["sequence_length"] = options.sequence_length
+        info["left_out"]["empty_answers"] = output.counts["empty_answers"]
         info["left_out"]["conversations_without_targets"] = sum(s.without_targets for s in output.splits.values())
     return info
 

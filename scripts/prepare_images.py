@@ -55,6 +55,7 @@ from image_data.shards import (  # noqa: E402
 from script_exit import print_last, run_script  # noqa: E402
 from text_data import chat, parts  # noqa: E402
 from text_data.common import InputError, Parser  # noqa: E402
+from text_data.conversations import empty_answers  # noqa: E402
 from text_data.partial import Partial, new_folder  # noqa: E402
 from text_data.readers import find_files  # noqa: E402
 from text_data.tokenizer import EOS_NAMES, padded_vocab_size, tokenizer_file  # noqa: E402
@@ -80,6 +81,7 @@ def read_samples(options: argparse.Namespace, left_out: collections.Counter, bad
                 continue
             if parts.is_new(digest_of(sample), seen):
                 samples.append(sample)
+                left_out["empty_answers"] += empty_answers(sample.document)
             else:
                 left_out["duplicate_samples"] += 1
     if not samples and bad:
@@ -145,7 +147,7 @@ def read_pictures(samples: list[Sample], options: argparse.Namespace, partial: P
 
 def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     """Writes everything into the folder `partial.staging` and returns what data.json holds."""
-    left_out, bad = collections.Counter(duplicate_samples=0, bad_samples=0), []
+    left_out, bad = collections.Counter(duplicate_samples=0, bad_samples=0, empty_answers=0), []
     samples = read_samples(options, left_out, bad)
     check_room(samples, options)
     maker, errors = tokenize(samples, options, partial)
@@ -219,6 +221,7 @@ def summary(
         "eos": tokenizer.eos,
         "dtype": {"<u2": "uint16", "<u4": "uint32"}[maker.dtype],
         "chat": options.chat if options.chat in chat.MARKERS else Path(options.chat).name,
+        "chat_template_sha256": maker.template.sha256,
         "sequence_length": options.sequence_length,
         "images": {
             "files": files,

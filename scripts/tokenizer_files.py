@@ -71,6 +71,9 @@ def keep_chat(template: ChatTemplate, folder: Path, tokenizer: JsonTokenizer) ->
     used = template.texts.get("default")
     if used is not None and used != carried_template(folder):
         write_text(folder / "chat_template.jinja", without_marks(used))
+        config = folder / "tokenizer_config.json"
+        if "chat_template" in (named := read_object(config)):
+            write_object(config, {key: value for key, value in named.items() if key != "chat_template"})
     keep_end_of_turn(template, folder, tokenizer)
 
 

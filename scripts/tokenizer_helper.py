@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent))
 from text_data.common import InputError, one_line, telling_failures  # noqa: E402
 from text_data.formats import refuse_pointer  # noqa: E402
 from text_data.helper_process import advice_to_user, limited, reason_of, run, serve  # noqa: E402
-from text_data.special_tokens import bos_of, read_object, special_tokens_of, tokenizer_config  # noqa: E402
+from text_data.special_tokens import bos_of, read_object, set_plain, special_tokens_of, tokenizer_config  # noqa: E402
 
 # A character in UTF-8 decodes to this while bytes of it are missing, once or for each byte that is there. If bytes are tokens,
 # all characters before it that are spelled in bytes decode to these, too.
@@ -50,9 +50,7 @@ def load_tokenizer(path: Path):
     refuse_pointer(path)
     with telling_failures(f"{path}: is not a tokenizer.json", "replace it with the model's"):
         tokenizer = Tokenizer.from_file(str(path))
-    # A tokenizer.json may carry the settings of whoever saved it.
-    tokenizer.no_truncation()
-    tokenizer.no_padding()
+    set_plain(tokenizer, path)
     return tokenizer
 
 

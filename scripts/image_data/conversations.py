@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Iterator
 
 from text_data.common import InputError, one_line
-from text_data.conversations import TRAIN, is_target
+from text_data.conversations import TRAIN, is_empty, is_target
 from text_data.readers import InputFile, KeyTwice, Reading, object_of, refuse_utf16, unreadable
 
 PLACEHOLDER = "<image>"
@@ -137,7 +137,7 @@ def messages_of(record: dict, place: str) -> list[dict]:
 def message_of(turn: dict, place: str, is_for_training: bool) -> dict:
     message = {"role": ROLES[turn["from"]], "content": turn["value"]}
     is_of_assistant = message["role"] == "assistant"
-    counts = is_target(turn, place, may_be=is_of_assistant) and is_for_training
+    counts = is_target(turn, place, may_be=is_of_assistant) and is_for_training and not is_empty(message)
     return message if counts or not is_of_assistant else message | {TRAIN: False}
 
 

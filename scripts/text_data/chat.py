@@ -20,11 +20,11 @@ import numpy as np
 from python_packages import advice
 
 from .common import InputError, hub_advice, one_line
-from .conversations import TRAIN, in_one_form
+from .conversations import BESIDE_CONTENT, TRAIN, in_one_form, says_something
 from .formats import refuse_no_content
 from .helper_process import limited, reason_of
 from .readers import MAX_DOCUMENT_BYTES
-from .special_tokens import special_tokens_of, tokenizer_config
+from .special_tokens import read_object, special_tokens_of, tokenizer_config
 from .tokenizer import ByteTokenizer, Span
 
 MARK_TARGET, MARK_DOCUMENT_START = 1, 2
@@ -37,8 +37,6 @@ MARKERS = {
     "vicuna_v1": ("<s>", "</s>"),
     "plain": (),  # of captions: pictures, and then what is said of them
 }
-# Keys that a message may have beside its content; transformers takes one of the names of reasoning for another.
-BESIDE_CONTENT = (("tool_calls",), ("function_call",), ("reasoning_content", "thinking", "reasoning"))
 # Tags of what is a target, and what may hold the text of one without being one.
 COMMENTS = r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"
 TARGET_TAGS = re.compile(COMMENTS + r"|\{%([-+]?)\s*(?P<tag>(?:end)?generation)\s*([-+]?)%\}", re.DOTALL)
@@ -73,7 +71,8 @@ def template_texts(path: Path) -> dict[str, str]:
     refuse_no_content(path)
     try:
         if path.suffix == ".jinja":
-            return {"default": path.read_text(encoding="utf-8")}
+            others = sorted(path.parent.glob("additional_chat_templates/*.jinja")) if path.name == "chat_template.jinja" else []
+            return {"default": path.read_text(encoding="utf-8")} | {other.stem: other.read_text(encoding="utf-8") for other in others}
         config = json.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
         name = str(path)
@@ -93,6 +92,16 @@ def template_texts(path: Path) -> dict[str, str]:
     raise InputError(f"--chat {path}: has no chat_template; use {', '.join(MARKERS)} or a .jinja file")
 
 
+def refuse_two(folder: Path) -> None:
+    """Raises an InputError if the files of a folder have different templates: some programs take one, some the other."""
+    jinja, config = folder / "chat_template.jinja", folder / "tokenizer_config.json"
+    if not jinja.is_file() or not read_object(config).get("chat_template"):
+        return
+    first, second = (template_texts(path).get("default", "").rstrip("\n") for path in (jinja, config))
+    if first != second:
+        raise InputError(f"--chat {folder}: {jinja.name} and {config.name} have different chat templates; give --chat one of these files")
+
+
 def without_marks(template: str) -> str:
     """The same text for programs that do not know the tags of targets. What is left of a tag is an empty comment, which takes
     the space around it as the tag did."""
@@ -110,6 +119,7 @@ class ChatTemplate:
     def __init__(self, name: str, tokenizer):
         path = BUILT_IN / f"{name}.jinja" if name in MARKERS else Path(name)
         if path.is_dir():
+            refuse_two(path)
             jinja = path / "chat_template.jinja"
             path = jinja if jinja.is_file() else path / "tokenizer_config.json"
         self._name, self._place = name, f"--chat {name}"
@@ -122,9 +132,7 @@ class ChatTemplate:
         self._render_template, self._syntax_error = import_renderer()
         if lacking := [token for token in sorted(tokenizer.lacking) if self._has(token)]:
             raise InputError(
-                f"{tokenizer.path}: lacks {', '.join(lacking)}, which the chat template has and files beside it name: transformers "
-                "gives such tokens ids of their own; have it write the file: "
-                f"AutoTokenizer.from_pretrained('{tokenizer.path.parent}').save_pretrained('{tokenizer.path.parent}')"
+                f"{tokenizer.path}: lacks {', '.join(lacking)}, which the chat template has and files beside it name; {tokenizer.advice_to_add()}"
             )
 
     def _has(self, token: str) -> bool:
@@ -144,12 +152,27 @@ class ChatTemplate:
         with contextlib.suppress(ChatError, InputError):
             if self._end_of_turn_in(EXCHANGE) is None:
                 told.append("the assistant's turns end with no special token of the tokenizer, so that nothing tells a model to stop")
+            template = self._template_for(None)
+            text, prompt = self._render(template, EXCHANGE, None)[0], self._render(template, EXCHANGE[:1], None, add_generation_prompt=True)[0]
+            if not text.startswith(prompt):
+                same = len(os.path.commonprefix((text, prompt)))
+                told.append(
+                    f"the chat template's prompt for a reply ends with {prompt[same:]!r} where a written turn has {text[same:][:40]!r}: replies "
+                    "that do not begin with the former are learnt otherwise than a model is asked for them"
+                )
         return told
 
     def known(self) -> list:
         """What of it decides the text and its targets, beside the tokenizer."""
         return [self.texts, sorted(self._special_tokens.items())]
 
+    @property
+    def sha256(self) -> str:
+        """The checksum of all that decides the text."""
+        texts = {name: without_marks(text).strip() for name, text in self.texts.items()}
+        return hashlib.sha256(json.dumps([texts, sorted(self._special_tokens.items())], sort_keys=True).encode()).hexdigest()
+
+    @functools.cache
     def end_of_turn(self) -> int | None:
         """The token of the tokenizer's own at which the targets of a turn end; None where they end with none."""
         with contextlib.suppress(ChatError, InputError):  # it may be for conversations of another form
@@ -203,6 +226,7 @@ class ChatTemplate:
 
     def text_and_spans(self, messages: list[dict], tools: list | None = None) -> tuple[str, list[Span]]:
         """The text of a conversation, and where in it the targets are."""
+        self._refuse_ends_in(messages)
         given, messages = messages, self._as_shown(messages, tools)
         text, marked = self._shown(messages, tools)
         spans = list(self._assistant_spans(text, messages, tools)) if marked is None else marked
@@ -210,6 +234,13 @@ class ChatTemplate:
             return text, spans
         turn_of = self._turns_of(spans, messages, tools)
         return text, [span for span, number in zip(spans, turn_of) if counts(given[number])]
+
+    def _refuse_ends_in(self, messages: list[dict]) -> None:
+        """Raises a ChatError if content has the token that ends turns, as text that a template made before: it would end a turn."""
+        for number, message in enumerate(messages, 1):
+            written = set(self._own_token.findall(message.get("content", "")))
+            if written and (end := self.end_of_turn()) is not None and end in map(self._tokenizer.id_of, written):
+                raise ChatError(f"the content of message {number} has a token that ends turns ({' '.join(sorted(written))}); take it out, or leave the message out")
 
     def _turns_of(self, spans: list[Span], messages: list[dict], tools: list | None) -> list[int]:
         """For each of all targets, the message that it is of. A template may mark several parts of a message."""
@@ -399,10 +430,6 @@ class ChatTemplate:
         if not ends:
             return rest
         return rest[: ends[-1] if message.get("tool_calls") else ends[0]]
-
-
-def says_something(value: object) -> bool:
-    return bool(value.strip() if isinstance(value, str) else value)
 
 
 def counts(message: dict) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import itertools
 import json
 import re
 
@@ -14,12 +15,20 @@ MASKED = "masked"  # true where it does not count
 PARTS_COUNT = ("train_detail", "training_detail")  # of parts of a message
 TARGETS_KEYS = (*COUNTS, MASKED, *PARTS_COUNT)
 # Others that seem to say so, of which it is not known whether true excludes.
-UNCLEAR = ("ignore", "skip", "mask", "is_masked", "weights", "loss_multiplier", "include_in_loss", "ignore_loss", "compute_loss", "use_loss", "no_loss")
+UNCLEAR = ("ignore", "skip", "mask", "is_masked", "weights", "loss_multiplier", "include_in_loss", "ignore_loss", "compute_loss", "use_loss", "no_loss",
+           "kto_tag")
 # The key of a checked message of which nothing is a target; the others do not have it.
 TRAIN = "train"
 # Keys that other tools read beside the messages of a record, or in one message. They are not read here, so they are refused.
-UNREAD = ("system", "system_prompt", "functions", "image", "images", "video", "videos", "audio", "audios")
-RECORD_KEYS = ("messages", "tools", *UNREAD, *TARGETS_KEYS)
+UNREAD = ("system", "system_prompt", "functions", "documents", "context", "chat_template_kwargs", "attachments", "image", "images", "video",
+          "videos", "audio", "audios")
+RECORD_KEYS = ("messages", "tools", *UNREAD, *TARGETS_KEYS, *UNCLEAR, *(key.capitalize() for key in (*TARGETS_KEYS, *UNCLEAR)))
+# Keys that a message may have beside its content; transformers takes one of the names of reasoning for another.
+BESIDE_CONTENT = (
+    ("tool_calls",), ("function_call",), ("refusal",),
+    ("reasoning_content", "thinking", "reasoning", "reasoning_details", "reasoning_text", "thinking_content", "thinking_blocks", "thoughts",
+     "thought", "think", "cot", "chain_of_thought"),
+)
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OF_ASSISTANT = ("model", "gpt", "bot", "ai", "chatbot")  # what others call it
 # Lists of messages in other forms, for advice.
@@ -61,15 +70,31 @@ def message_of(message: object, place: str, is_for_training: bool) -> dict:
     refuse_unread(message, place)
     refuse_misspelt(kept["role"], place)
     is_of_assistant = kept["role"] == "assistant"
-    if not is_target(message, place, may_be=is_of_assistant) or not is_for_training:
-        kept |= {TRAIN: False} if is_of_assistant else {}
-    return kept
+    counts = is_target(message, place, may_be=is_of_assistant) and is_for_training and not is_empty(kept)
+    return kept if counts or not is_of_assistant else kept | {TRAIN: False}
+
+
+def is_empty(message: dict) -> bool:
+    """Whether nothing is said, from which a model would learn to end its turn at once."""
+    return not any(says_something(message.get(key)) for key in ("content", *itertools.chain(*BESIDE_CONTENT)))
+
+
+def says_something(value: object) -> bool:
+    return bool(value.strip() if isinstance(value, str) else value)
+
+
+def empty_answers(document: bytes) -> int:
+    """The number of replies in a checked conversation that say nothing."""
+    if f'"{TRAIN}": false'.encode() not in document:
+        return 0
+    return sum(message["role"] == "assistant" and is_empty(message) for message in json.loads(document)["messages"])
 
 
 def refuse_unread(said: dict, place: str) -> None:
     """A record or a message with pictures, say, or with a system prompt that is no message."""
     if (key := next((key for key in UNREAD if said.get(key)), None)) is not None:
-        advice = "make it the first message" if key.startswith("system") else "leave it out, or the record"
+        advice = {"system": "make it the first message, or leave it out", "documents": "write them into a message, or leave it out",
+                  "context": "write it into a message, or leave it out"}.get(key.split("_")[0], "leave it out, or the record")
         raise InputError(f'{place} has "{key}", which is not read; {advice}')
 
 

@@ -27,11 +27,12 @@ import numpy as np
 
 from .chat import ChatTemplate
 from .common import InputError, real_path, sync
+from .conversations import empty_answers
 from .readers import InputFile, Reading
 from .tokenizer import make_tokenizer
 
 # Counts changes of what a part holds.
-VERSION = 5
+VERSION = 6
 # Documents are tokenized together up to this many bytes, so that a tokenizer can use all cores.
 BATCH_BYTES = 8 * 2**20
 # Small files are made together into a part up to this size; a larger file is one of its own.
@@ -78,7 +79,7 @@ class Part:
     path: Path  # without a suffix
     digests: np.ndarray  # uint8 [documents, 16]: BLAKE2b of the document, of a conversation what ChatTemplate.digest gives
     lengths: np.ndarray  # int64 [documents]: tokens
-    counts: dict[str, int]  # files, binary_files, empty_documents, duplicate_documents, not_utf8_documents
+    counts: dict[str, int]  # files, binary_files, empty_documents, empty_answers, duplicate_documents, not_utf8_documents
 
     def tokens(self, suffix: str, dtype: str) -> np.ndarray:
         return token_array(self.path.with_suffix(suffix), dtype)
@@ -171,7 +172,7 @@ class PartMaker:
 
     def make(self, index: int, group: list[File]) -> None:
         path = self.path(index, group)
-        counts = collections.Counter(files=0, binary_files=0, empty_documents=0, duplicate_documents=0, not_utf8_documents=0)
+        counts = collections.Counter(files=0, binary_files=0, empty_documents=0, empty_answers=0, duplicate_documents=0, not_utf8_documents=0)
         digests, lengths, total = bytearray(), array.array("q"), 0
         suffixes = [".ids"] if self.template is None else [".ids", ".marks"]
         with contextlib.ExitStack() as stack:
@@ -216,6 +217,7 @@ class PartMaker:
                 if not self.settings.keep_duplicates and not is_new(digest, seen):
                     counts["duplicate_documents"] += 1
                 else:
+                    counts["empty_answers"] += empty_answers(document) if self.template is not None else 0
                     yield document, digest, source.place
                     position = min(source.position, file.size)
                     self.progress.add(position - reported, 0)

@@ -33,15 +33,45 @@ class Reading:
     split_bytes: int | None = None  # plain text is cut into documents of about this size
 
 
-LEFTOVERS = ("~", ".bak", ".tmp", ".part", ".partial", ".orig", ".old", ".crdownload", ".download", ".incomplete", ".aria2")
+LEFTOVERS = ("~", ".bak", ".tmp", ".part", ".partial", ".orig", ".old", ".crdownload", ".download", ".incomplete", ".aria2", ".swp")
 
 
 def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: Callable[[str], None]) -> Iterator[Path]:
-    """Files as given, folders walked in sorted order. `out`, a file or a folder, is left out: it may lie inside a folder.
-    As a given file it is refused. Leftovers of editors and downloads are left out, too. Links to folders are not followed, because
-    they may lead in circles, or to what nobody meant. `print_line` tells of leftovers and of links whose files are left out."""
+    """Files as given, folders walked in sorted order, each file once, however often and by whatever names it is found. `out`,
+    a file or a folder, is left out: it may lie inside a folder. As a given file it is refused. Links to folders are not
+    followed, because they may lead in circles, or to what nobody meant. Without patterns, what editors and unfinished downloads
+    leave behind is left out of folders, and refused as a given file: a shell's * takes it. `print_line` tells of what is left out."""
     links: list[Path] = []
     leftovers: list[Path] = []
+    twice: list[Path] = []
+    seen: set[tuple[int, int]] = set()
+    for path in walked_files(inputs, patterns, out, links):
+        status = os.stat(path)
+        if not patterns and path.name.lower().endswith(LEFTOVERS):
+            if path in inputs:
+                raise InputError(
+                    f"{path}: is named as what an editor or an unfinished download leaves behind; leave it out, or rename it"
+                )
+            leftovers.append(path)
+        elif (status.st_dev, status.st_ino) in seen:
+            twice.append(path)
+        else:
+            seen.add((status.st_dev, status.st_ino))
+            yield path
+    searched = [real_path(given) for given in inputs if os.path.isdir(given)]
+    links = [link for link in links if not is_below(real_path(link), searched)]
+    for paths, told in (
+        (links, "links to folders are not followed; to have their files, give these folders, too"),
+        (leftovers, "left out as what an editor or a download has left; to have such files, rename them or give --include"),
+        (twice, "found before, perhaps by another name; read once"),
+    ):
+        if paths:
+            others = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
+            print_line(f"warning: {printable(paths[0])}{others}: {told}")
+
+
+def walked_files(inputs: list[Path], patterns: list[str], out: Path, links: list[Path]) -> Iterator[Path]:
+    """The files that find_files() chooses from. `links` gets the links to folders."""
     for given in inputs:
         if os.path.isfile(given):
             refuse_to_replace(given, out)
@@ -59,9 +89,7 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: C
                         continue
                     if not is_wanted_name(path.relative_to(given), patterns):
                         continue
-                    if not patterns and not named and name.lower().endswith(LEFTOVERS):
-                        leftovers.append(path)
-                    elif os.path.isfile(path):
+                    if os.path.isfile(path):
                         yield path
                     else:
                         refuse_missing(path, out, bool(named))
@@ -70,20 +98,6 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: C
             refuse_irregular(given)
             advice = hub_advice(str(given), "--repo-type dataset") if "/" in str(given) else ""
             raise InputError(f"{given}: no such file or folder, or not one that you may read{advice and f'; {advice}'}")
-    searched = [real_path(given) for given in inputs if os.path.isdir(given)]
-    if leftovers:
-        print_line(
-            f"warning: {told_first(leftovers)}: left out as what an editor or a download has left; to have such files, name them or give --include"
-        )
-    if left_out := [link for link in links if not is_below(real_path(link), searched)]:
-        print_line(
-            f"warning: {told_first(left_out)}: links to folders are not followed; to have their files, give these folders, too"
-        )
-
-
-def told_first(paths: list[Path]) -> str:
-    others = f" and {len(paths) - 1:,} more" if len(paths) > 1 else ""
-    return f"{printable(paths[0])}{others}"
 
 
 def refuse_missing(path: Path, out: Path, named: bool) -> None:
@@ -269,7 +283,7 @@ class InputFile:
         except (pyarrow.ArrowMemoryError, MemoryError) as error:
             raise MemoryError(f"{self.path}: {one_line(error)}")
         except (pyarrow.ArrowException, OverflowError, ValueError) as error:  # the last where a part of a message is there twice
-            raise InputError(f"{self.path}: cannot be read as {TABLES[kind]} ({one_line(error)}); fix it or leave it out")
+            raise InputError(f"{self.path}: cannot be read as {TABLES[kind]} ({one_line(error)}); where it is cut short fetch it again, else fix it or leave it out")
 
     def _documents_of_rows(self, rows: Iterator[tuple[dict, bool, int]]) -> Iterator[bytes | None]:
         for number, (row, is_utf8, self._table_position) in enumerate(rows, 1):
@@ -345,6 +359,8 @@ def unreadable(path: Path, error: Exception) -> InputError:
     reason = one_line(error)
     if "too much memory" in reason:  # what Zstandard says of more than 128 MiB
         return InputError(f"{path}: was compressed with a window that is too large (zstd --long); decompress it (zstd -d --long=31)")
+    if isinstance(error, (EOFError, zlib.error)) or "Truncated" in reason or "Expected to" in reason:  # the last of Arrow's tables
+        return InputError(f"{path}: cannot be read ({reason}): it is cut short or damaged; fetch it again or leave it out")
     return InputError(f"{path}: cannot be read ({reason}); fix it or leave it out")
 
 

@@ -59,6 +59,14 @@ def put_around(tokenizer) -> tuple[list[int], list[int]]:
     return encoding.ids[:first], encoding.ids[max(first, last) :]
 
 
+def set_plain(tokenizer, path: Path) -> None:
+    """A tokenizer.json may carry the settings of whoever saved it, which would damage text."""
+    tokenizer.no_truncation()
+    tokenizer.no_padding()
+    if dropout := getattr(tokenizer.model, "dropout", None):
+        raise InputError(f"{path}: its model.dropout is {dropout:g}, which makes other tokens of one text each time; set it to null")
+
+
 def bos_of(tokenizer, special_tokens: dict[str, str], add_bos_token: object) -> list[int]:
     """What begins a text: as `add_bos_token` of tokenizer_config.json says, or else what the post-processor puts there."""
     in_front, _ = put_around(tokenizer)

@@ -56,7 +56,8 @@ def table_rows(pyarrow, file: BinaryIO, kind: str, fields: list[str], path: Path
         table = pyarrow.ipc.open_stream(file) if stream else pyarrow.ipc.open_file(file)
         schema = table.schema
         check_columns(schema, fields, path)
-        placed = with_places(table if stream else map(table.get_batch, range(table.num_record_batches)), file)
+        pieces = whole_stream(table, file, path) if stream else map(table.get_batch, range(table.num_record_batches))
+        placed = with_places(pieces, file)
     before = 0
     for piece, first, last in placed:
         piece = piece.select([name for name in fields if name in schema.names])
@@ -208,6 +209,16 @@ def with_shares(pieces: Iterable, rows: int, size: int) -> Iterator[tuple]:
     for piece in pieces:
         first, done = done, done + len(piece)
         yield piece, size * first // max(rows, 1), size * done // max(rows, 1)
+
+
+def whole_stream(table, file: BinaryIO, path: Path) -> Iterator:
+    """The pieces of an Arrow stream, which pyarrow takes for whole where it ends behind any of them."""
+    last = file.tell()
+    for piece in table:
+        last = file.tell()
+        yield piece
+    if file.tell() == last:
+        raise InputError(f"{path}: is cut short, since an Arrow stream ends with a mark; fetch or write it again, or leave it out")
 
 
 def with_places(pieces: Iterable, file: BinaryIO) -> Iterator[tuple]:

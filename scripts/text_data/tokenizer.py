@@ -14,7 +14,7 @@ from python_packages import advice
 
 from .common import InputError, hub_advice, refuse_address, telling_failures
 from .formats import refuse_pointer
-from .special_tokens import bos_of, put_around, special_tokens_of, tokenizer_config, tokens_named
+from .special_tokens import bos_of, put_around, set_plain, special_tokens_of, tokenizer_config, tokens_named
 
 # Names of the token that ends a document, where no tokenizer_config.json says which.
 EOS_NAMES = ("<|endoftext|>", "</s>", "<|end_of_text|>")
@@ -72,9 +72,7 @@ class JsonTokenizer:
             self.vocab_size = 1 + max(self._tokenizer.get_vocab(with_added_tokens=True).values(), default=-1)
         if self.vocab_size == 0:
             raise InputError(f"{path}: has no tokens; give another file")
-        # A tokenizer.json may carry the settings of whoever saved it; both would damage documents.
-        self._tokenizer.no_truncation()
-        self._tokenizer.no_padding()
+        set_plain(self._tokenizer, path)
         self.name, self.path = path.name, path
         self.sha256 = hashlib.sha256(path.read_bytes()).hexdigest()
         config = tokenizer_config(path.parent)
@@ -92,11 +90,15 @@ class JsonTokenizer:
             return []
         if name is not None:
             return [self._named(name, "--bos")]
+        if add_bos_token is True:
+            self._refuse_lacking("bos_token", "--bos")
         return bos_of(self._tokenizer, self.special_tokens, add_bos_token)
 
     def _find_eos(self, name: str | None, needed: bool) -> int | None:
         if name is not None:
             return self._named(name, "--eos")
+        if needed:
+            self._refuse_lacking("eos_token", "--eos")
         for known in (self.special_tokens.get("eos_token", ""), *EOS_NAMES):
             if (token := self.id_of(known)) is not None:
                 return token
@@ -105,6 +107,17 @@ class JsonTokenizer:
                 f"{self.path}: has none of {', '.join(EOS_NAMES)}; name its end-of-document token with --eos"
             )
         return None
+
+    def _refuse_lacking(self, role: str, option: str) -> None:
+        if (token := self.special_tokens.get(role)) in self.lacking:
+            raise InputError(f"{self.path}: lacks {token}, which files beside it name as its {role}; {self.advice_to_add()}, or give {option}")
+
+    def advice_to_add(self) -> str:
+        folder = self.path.parent
+        return (
+            "transformers gives such tokens ids of their own: have it write the file: "
+            f"AutoTokenizer.from_pretrained('{folder}').save_pretrained('{folder}')"
+        )
 
     def id_of(self, name: str) -> int | None:
         """Of a token, by its name; None where there is no such token."""

@@ -370,7 +370,7 @@ class Data(DataFolder):
         self.assertIn('"part.npy" holds different bytes', refused.stderr)
         self.assertNotIn("never written", refused.stderr)
 
-    def test_data_command_warns_of_several_tokenizers(self):
+    def test_data_command_warns_of_several_tokenizers_and_templates(self):
         config = tiny_config(self.folder)
         paths = [self.path(name) for name in ("a.npy", "b.npy", "held_out.npy")]
         for number, path in enumerate(paths):  # each into a folder of its own
@@ -379,14 +379,16 @@ class Data(DataFolder):
             os.rename(path, os.path.join(folder, "x.npy"))
             paths[number] = os.path.join(folder, "x.npy")
             with open(os.path.join(folder, "data.json"), "w", encoding="utf-8") as file:
-                json.dump({"dtype": "uint16", "tokenizer": "one.json", "tokenizer_sha256": "22" if number == 2 else "11",
+                made = "22" if number == 2 else "11"
+                json.dump({"dtype": "uint16", "tokenizer": "one.json", "tokenizer_sha256": made, "chat_template_sha256": made,
                            "train": {"files": ["x.npy"]}, "eval": {"files": []}}, file)
         config["data"].update(train=paths[:2], eval=paths[2:])
-        says = f"{paths[2]} was made with another tokenizer than {paths[0]}: "
         for given in (paths, [self.write_config(config)]):
             result = parka("data", *given)
             self.assert_exit(result, 0)
-            self.assertEqual(result.stderr.count(says), 1, result.stderr)
+            for what in ("tokenizer", "chat template"):
+                says = f"{paths[2]} was made with another {what} than {paths[0]}: "
+                self.assertEqual(result.stderr.count(says), 1, result.stderr)
         result = parka("data", *paths[:2])
         self.assert_exit(result, 0)
         self.assertEqual(result.stderr, "")

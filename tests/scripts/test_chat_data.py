@@ -388,7 +388,7 @@ class Files(Preparation):
         self.assertEqual(info["train"]["tokens"] % 160, 0)
 
     def test_held_out_conversations_and_several_files(self):
-        chats = [[{"role": "user", "content": str(i)}, {"role": "assistant", "content": "y" * i}] for i in range(200)]
+        chats = [[{"role": "user", "content": str(i)}, {"role": "assistant", "content": "y" * i}] for i in range(1, 201)]
         info = self.prepare(self.write_chats(chats), "--chat", "chatml", "--sequence-length", 400, "--eval-fraction", 0.2,
                             "--tokens-per-file", 4500)  # 11 sequences
         self.assertEqual(info["train"]["documents"] + info["eval"]["documents"], 200)

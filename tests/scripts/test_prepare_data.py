@@ -90,9 +90,9 @@ class PrepareDataTest(Preparation):
                 self.assertEqual(result.returncode, 0, result.stderr)
                 self.assertIn(str(left), result.stderr)
                 self.assertEqual(self.ids(), ids_of("first"))
-                for given in ((self.folder / "in", "--include", f"*{end}"), (left,)):
-                    self.out = self.folder / f"given{end}{len(given)}"
-                    self.assertEqual(self.call(*given).stderr, "")
+                for number, place in enumerate((self.folder / "in", left)):
+                    self.out = self.folder / f"given{end}{number}"
+                    self.assertEqual(self.call(place, "--include", f"*{end}").stderr, "")
                     self.assertEqual(self.ids(), ids_of("second"))
             left.unlink()
 

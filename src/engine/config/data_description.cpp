@@ -181,13 +181,14 @@ void check_described(const fs::path& file, const json& description, const Config
   check_document_ids(file, description, data.document_ids());
 }
 
+std::string described_text(const json& description, const char* key) {
+  const auto found = description.find(key);
+  return found != description.end() && found->is_string() ? found->get<std::string>() : "";
+}
+
 std::string described_tokenizer(const json& description) {
-  const auto text = [&](const char* key) {
-    const auto found = description.find(key);
-    return found != description.end() && found->is_string() ? found->get<std::string>() : "";
-  };
-  const std::string checksum = text("tokenizer_sha256");
-  return checksum.empty() && text("tokenizer") == "bytes" ? "bytes" : checksum;
+  const std::string checksum = described_text(description, "tokenizer_sha256");
+  return checksum.empty() && described_text(description, "tokenizer") == "bytes" ? "bytes" : checksum;
 }
 
 void for_each_description(const std::vector<std::string>& sources,

@@ -15,34 +15,39 @@ namespace parka {
 namespace {
 
 // Ids of two tokenizers mean different texts, and a model of both learns and is scored on neither; where
-// vocabularies are of one size nothing else tells.
-class TokenizerCheck {
+// vocabularies are of one size nothing else tells. Likewise turns of two chat templates.
+class OriginCheck {
  public:
-  void add(const std::string& path, const std::string& tokenizer) {
-    if (tokenizer.empty() || !seen_.insert(tokenizer).second) return;
+  OriginCheck(std::string_view what, std::string_view advice) : what_(what), advice_(advice) {}
+
+  void add(const std::string& path, const std::string& origin) {
+    if (origin.empty() || !seen_.insert(origin).second) return;
     if (first_.empty()) {
       first_ = path;
     } else {
-      log_warning(
-          "{} was made with another tokenizer than {}: its ids mean other texts, and losses and scores of one model on "
-          "both mean nothing; prepare both with one --tokenizer",
-          path, first_);
+      log_warning("{} was made with another {} than {}: {}", path, what_, first_, advice_);
     }
   }
 
  private:
+  std::string_view what_, advice_;
   std::string first_;
-  std::set<std::string> seen_;  // tokenizers
+  std::set<std::string> seen_;
 };
 
 }  // namespace
 
 void warn_of_tokenizers(const std::vector<std::string>& sources, const std::vector<EvalTask>& tasks) {
-  TokenizerCheck check;
+  OriginCheck tokenizers(
+      "tokenizer",
+      "its ids mean other texts, and losses and scores of one model on both mean nothing; prepare "
+      "both with one --tokenizer");
+  OriginCheck templates("chat template", "turns begin and end otherwise in it; prepare both with one --chat");
   for_each_description(sources, [&](const std::string& file, const nlohmann::json& description) {
-    check.add(file, described_tokenizer(description));
+    tokenizers.add(file, described_tokenizer(description));
+    templates.add(file, described_text(description, "chat_template_sha256"));
   });
-  for (const EvalTask& task : tasks) check.add(task.path, task.tokenizer);
+  for (const EvalTask& task : tasks) tokenizers.add(task.path, task.tokenizer);
 }
 
 void warn_of_tokenizers(const Config& config, const EvaluationSuite& suite) {

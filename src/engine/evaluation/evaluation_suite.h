@@ -25,8 +25,8 @@ struct EvaluationSuite {
 // Throws Error(kBadInput) for files that cannot be used, and for two tasks with the same name.
 EvaluationSuite open_suite(const Config& config);
 
-// Warns of token files and tasks that were made with another tokenizer than the first of them, where the data.json
-// beside them, or a request file's header, says with which.
+// Warns of token files and tasks that were made with another tokenizer or chat template than the first of them,
+// where the data.json beside them, or a request file's header, says with which.
 void warn_of_tokenizers(const std::vector<std::string>& sources, const std::vector<EvalTask>& tasks);
 // Of those of `suite`, and of data.train.
 void warn_of_tokenizers(const Config& config, const EvaluationSuite& suite);
