@@ -58,9 +58,6 @@ def step_figures(bench, model, recipe, gpus):
                (min(fractions), max(fractions)))
     busy = sum(op["seconds"] for op in bench["ops"]) / bench["timed_step_seconds"]
     yield f"busy.{model}.{recipe}.fraction", busy, "1", (busy, busy)
-    joules = bench.get("power", {}).get("joules_per_token")  # of all ranks together
-    if joules is not None and gpus == 1:
-        yield f"energy.{model}.{recipe}.joules_per_token", joules, "J", (joules, joules)
 
 
 def kernel_figures(lines):

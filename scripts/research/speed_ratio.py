@@ -107,8 +107,7 @@ def check_same_command(arguments):
 
 def of_all_turns(benches):
     return {"step_seconds": [seconds for bench in benches for seconds in bench["step_seconds"]],
-            "planned_bytes": benches[0]["planned_bytes"],
-            "joules_per_token": [bench.get("power", {}).get("joules_per_token") for bench in benches]}
+            "planned_bytes": benches[0]["planned_bytes"]}
 
 
 def print_table(device, speeds, ratios):

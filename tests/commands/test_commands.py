@@ -367,25 +367,6 @@ class Bench(RunFolder):
         self.assertEqual(gemm["flop"], 2 * 32 * 96 * 32)
         self.assertIn("FLOP/token = 6 x parameters", result.stdout)
 
-    def test_power_is_not_measured_where_there_is_no_counter(self):
-        json_path = self.path("bench.json")
-        config = tiny_config(self.folder)
-        config["device"] = {"kind": "cpu"}
-        result = parka("bench", self.write_config(config), "--steps", "1", "--json", json_path, "--power", "--power-seconds", "1")
-        self.assert_exit(result, 0)
-        reason = "only that of a GPU is read"
-        self.assertRegex(result.stdout, f"(?m)^power +not measured: {reason}$")
-        with open(json_path, encoding="utf-8") as file:
-            bench = json.load(file)
-        self.assertEqual(bench["power"], {"joules_per_token": None, "watts": None, "missing": reason,
-                                          "ranks": [{"watts": None, "limit_watts": None, "sm_clock": None}]})
-        rows = [line for line in result.stdout.splitlines() if line.endswith(" not measured")]
-        self.assertEqual(len(rows), len(bench["products"]))
-        self.assertEqual({way["layout"] for way in bench["products"] if way["formats"] == "bf16 x bf16"}, {"NN", "NT", "TN", "TT"})
-        for way in bench["products"]:
-            self.assertAlmostEqual(way["flops"] * way["seconds"] / (2 * way["rows"] * way["cols"] * way["depth"]), 1)
-            self.assertIsNone(way["joules"])
-
     def test_states_in_host_memory_are_counted_and_waited_for(self):
         json_path = self.path("bench.json")
         config = tiny_config(self.folder)

@@ -10,7 +10,6 @@
 #include <utility>
 #include <vector>
 
-#include "engine/products/product_power.h"
 #include "engine/products/product_scratch.h"
 #include "engine/training/training_run.h"
 #include "tests/engine/step_config.h"
@@ -136,12 +135,14 @@ TEST_CASE("telemetry samples what one kernel quantizes as it does what two quant
   }
 }
 
-TEST_CASE("scratch has room for every tensor of every way of a product", "[engine][tuning]") {
+TEST_CASE("scratch has room for every tensor of a step's products", "[engine][tuning]") {
+  const TemporaryFolder folder;
   const auto device = make_cpu_device();
-  for (const ProductWay& way : ways_of({256, 384, 128}, DType::kBF16)) {
-    CAPTURE(way.formats, way.layout, way.swapped);
-    const ProductScratch scratch(*device, std::vector{way.gemm});
-    const Gemm placed = scratch.place(way.gemm);
+  const Config config = step_config(folder.path().string(), "parka", 0, true, 1, 1);
+  for (const RecordedProduct& product : record_products(config, 1)) {
+    CAPTURE(key_of(product.gemm));
+    const ProductScratch scratch(*device, std::vector{product.gemm});
+    const Gemm placed = scratch.place(product.gemm);
     std::set<std::pair<const std::byte*, int64_t>> places;
     for (const TensorView* t : {&placed.a.data, &placed.a.scale, &placed.b.data, &placed.b.scale, &placed.out}) {
       if (!t->empty()) places.emplace(static_cast<const std::byte*>(t->data), t->bytes());

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <map>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -18,8 +17,6 @@
 #include "engine/config/given_keys.h"
 #include "engine/files/file_io.h"
 #include "engine/planning/bench.h"
-#include "engine/products/product_power.h"
-#include "engine/step/recorded_step.h"
 #include "kernels/device/step_section_names.h"
 
 namespace parka {
@@ -68,49 +65,6 @@ void print_sections(const BenchResult& result) {
   }
 }
 
-std::string in_megahertz(const std::optional<double>& clock) {
-  return clock ? fmt::format("{:.0f} MHz", 1e-6 * *clock) : "not measured";
-}
-
-// Of all ranks; the limit and the clock are those of rank 0's card.
-void print_power(const BenchResult& result) {
-  const std::optional<double> watts = result.watts(), joules = result.joules_per_token();
-  if (!watts || !joules) {
-    std::printf("power           not measured: %s\n", result.power_missing.c_str());
-    return;
-  }
-  const RankPower& first = result.power.front();
-  const std::string limit = first.limit_watts ? fmt::format(" of {:.0f} W", *first.limit_watts) : " W";
-  std::printf("power           %9.1f%s%s, SM clock %s\n", *watts / result.ranks, limit.c_str(),
-              result.ranks == 1 ? "" : " on average of ranks", in_megahertz(first.use.clock).c_str());
-  std::printf("energy          %9.3f mJ/token%s\n", 1e3 * *joules, result.ranks == 1 ? "" : ", all ranks together");
-}
-
-void print_products(const std::vector<ProductPower>& products, const std::optional<double>& limit) {
-  std::printf("\n%-24s %-26s %-6s %-5s %4s %10s %8s %7s %5s %9s %9s\n", "matrix product, M x N x K", "formats",
-              "layout", "order", "used", "us", "TFLOP/s", "W", "limit", "mJ", "SM clock");
-  double share = 0;
-  for (const ProductPower& product : products) {
-    share += product.flop_share;
-    const std::string shape =
-        fmt::format("{} x {} x {}", product.shape.rows, product.shape.cols, product.shape.depth);
-    for (const MeasuredWay& way : product.ways) {
-      std::printf("%-24s %-26s %-6s %-5s %4s %10.1f %8.1f", shape.c_str(), way.way.formats.c_str(),
-                  way.way.layout.c_str(), way.way.swapped ? "b a" : "a b", way.way.is_used ? "*" : "",
-                  1e6 * way.seconds, 1e-12 * way.flops());
-      if (way.use.watts) {
-        const std::string of_limit = limit ? fmt::format("{:.0f} %", 100 * *way.use.watts / *limit) : "";
-        std::printf(" %7.1f %5s %9.3f %9s\n", *way.use.watts, of_limit.c_str(), 1e3 * *way.joules(),
-                    in_megahertz(way.use.clock).c_str());
-      } else {
-        std::printf(" not measured\n");
-      }
-    }
-  }
-  std::printf("%zu shapes, %.1f %% of the FLOP of a step's products; *: as the config has it\n", products.size(),
-              100 * share);
-}
-
 void print_step(const BenchResult& result, bool roofline) {
   const auto [shortest, longest] = std::minmax_element(result.step_seconds.begin(), result.step_seconds.end());
   const double median = result.median_step_seconds(),
@@ -144,7 +98,6 @@ void print_step(const BenchResult& result, bool roofline) {
                 std::string(name_of(wait.section)).c_str(), wait.cost.shape.c_str(),
                 static_cast<long long>(wait.count));
   }
-  print_power(result);
   std::printf("copy            %9.1f GB/s, read and written\n", 1e-9 * result.ceilings.copy_bandwidth);
   std::printf("memory          %9.3f GB planned", 1e-9 * static_cast<double>(result.planned_bytes));
   if (result.used_bytes > 0) std::printf(", %.3f GB in use", 1e-9 * static_cast<double>(result.used_bytes));
@@ -158,46 +111,6 @@ void print_step(const BenchResult& result, bool roofline) {
     std::printf("floor           %9.2f ms, %.1f %% of the step\n", 1e3 * result.floor_seconds(),
                 100 * result.floor_seconds() / median);
   }
-}
-
-nlohmann::ordered_json or_null(const std::optional<double>& value) {
-  return value ? nlohmann::ordered_json(*value) : nlohmann::ordered_json();
-}
-
-nlohmann::ordered_json power_json(const BenchResult& result) {
-  nlohmann::ordered_json ranks = nlohmann::ordered_json::array();
-  for (const RankPower& rank : result.power) {
-    ranks.push_back({{"watts", or_null(rank.use.watts)},
-                     {"limit_watts", or_null(rank.limit_watts)},
-                     {"sm_clock", or_null(rank.use.clock)}});
-  }
-  nlohmann::ordered_json json = {{"joules_per_token", or_null(result.joules_per_token())},
-                                 {"watts", or_null(result.watts())},
-                                 {"ranks", std::move(ranks)}};
-  if (!result.power_missing.empty()) json["missing"] = result.power_missing;
-  return json;
-}
-
-nlohmann::ordered_json products_json(const std::vector<ProductPower>& products) {
-  nlohmann::ordered_json lines = nlohmann::ordered_json::array();
-  for (const ProductPower& product : products) {
-    for (const MeasuredWay& way : product.ways) {
-      lines.push_back({{"rows", product.shape.rows},
-                       {"cols", product.shape.cols},
-                       {"depth", product.shape.depth},
-                       {"flop_share", product.flop_share},
-                       {"formats", way.way.formats},
-                       {"layout", way.way.layout},
-                       {"swapped", way.way.swapped},
-                       {"used", way.way.is_used},
-                       {"seconds", way.seconds},
-                       {"flops", way.flops()},
-                       {"watts", or_null(way.use.watts)},
-                       {"joules", or_null(way.joules())},
-                       {"sm_clock", or_null(way.use.clock)}});
-    }
-  }
-  return lines;
 }
 
 nlohmann::ordered_json result_json(const BenchResult& result, const Config& config, bool roofline) {
@@ -232,7 +145,6 @@ nlohmann::ordered_json result_json(const BenchResult& result, const Config& conf
                                  {"resident_host_bytes", result.resident_host_bytes}};
   if (result.speed.peak_flops > 0) json["mfu"] = result.speed.utilization(flops, 1);
   if (roofline) json["floor_seconds"] = result.floor_seconds();
-  json["power"] = power_json(result);
   json["ops"] = std::move(ops);
   json["waits"] = nlohmann::ordered_json::array();
   for (const OpSummary& wait : result.waits) {
@@ -255,7 +167,6 @@ int run_bench(const BenchOptions& options) {
     if (launch.rank() != 0) log_from(LogLevel::kWarning);
     const Config given = load_config(options.config_path, options.overrides);
     launch.require_same("the config", to_lines(given), "start all ranks with the same config and --set");
-    if (options.power && launch.size() > 1) throw_bad_input("--power measures products on one GPU: start one rank");
     if (launch.rank() == 0) check_output(options.json_path, {config_file(options.config_path)});
     const int gpu = launch.agree_on_gpu(wants_gpu(given, options.started));
     const std::unique_ptr<Device> device = make_device(given, std::max(0, gpu));
@@ -263,9 +174,7 @@ int run_bench(const BenchOptions& options) {
     const Config config = use_found_tuning(given, options.config_path, *device, launch.size());
     const std::unique_ptr<Communicator> communicator = launch.make_communicator(*device);
     heartbeat("benchmark");
-    const PowerSource power = find_power_counter(*device);
-    const BenchResult result =
-        run_benchmark(config, *device, *communicator, power, options.steps, options.roofline);
+    const BenchResult result = run_benchmark(config, *device, *communicator, options.steps, options.roofline);
     if (launch.rank() != 0) return 0;
     if (result.documents != config.data.documents) {
       log_warning(
@@ -279,14 +188,9 @@ int run_bench(const BenchOptions& options) {
       std::printf("GEMM algorithms %s\n", config.device.gemm_tuning_is_off() ? "cuBLASLt's first choices"
                                                                              : config.device.gemm_tuning.c_str());
     }
-    nlohmann::ordered_json json = result_json(result, config, options.roofline);
-    if (options.power) {
-      const std::vector<ProductPower> products =
-          measure_product_power(*device, power.counter.get(), record_products(config, 1), options.power_seconds);
-      print_products(products, result.power.front().limit_watts);
-      json["products"] = products_json(products);
+    if (!options.json_path.empty()) {
+      write_output(options.json_path, result_json(result, config, options.roofline).dump(2) + "\n");
     }
-    if (!options.json_path.empty()) write_output(options.json_path, json.dump(2) + "\n");
     return 0;
   });
 }

@@ -201,13 +201,6 @@ void add_bench(CLI::App& app, BenchOptions& options) {
       ->check(whole_number(1, int64_t{1} << 20));
   command.add_flag("--roofline", options.roofline,
                    "Also measure the least time this device could need for each op, and compare");
-  CLI::Option& power = *command.add_flag(
-      "--power", options.power,
-      "Also measure time and energy of the config's matrix products under load: in its formats, layouts and orders of "
-      "operands, and in others");
-  command.add_option("--power-seconds", options.power_seconds, "About how long that may take, in seconds")
-      ->check(CLI::Range(1.0, 1e5))
-      ->needs(&power);
   command.add_option("--json", options.json_path, "Write all figures to this file")->type_name("FILE");
 }
 

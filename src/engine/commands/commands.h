@@ -117,8 +117,6 @@ struct BenchOptions {
   StartedRanks started;
   int64_t steps = 5;      // that are timed
   bool roofline = false;  // also measure the least time of each op
-  bool power = false;     // also measure what products cost in other ways
-  double power_seconds = 120;
   std::string json_path;  // empty: none is written
 };
 int run_bench(const BenchOptions& options);

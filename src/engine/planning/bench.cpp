@@ -8,8 +8,6 @@
 #include <tuple>
 #include <unordered_map>
 
-#include <nlohmann/json.hpp>
-
 #include "core/memory/host_memory.h"
 #include "engine/planning/gpu_plan.h"
 #include "engine/planning/synthetic_data.h"
@@ -85,29 +83,6 @@ std::vector<OpSummary> summarize(const std::vector<OpTime>& times) {
   return summaries;
 }
 
-// Fills in what all ranks have measured.
-void share_power(const PowerUse& own, const PowerSource& source, Communicator& communicator, BenchResult& result) {
-  nlohmann::json text = {{"missing", source.missing}};
-  if (own.watts) text["watts"] = *own.watts;
-  if (own.clock) text["clock"] = *own.clock;
-  if (const std::optional<double> limit = source.counter ? source.counter->limit() : std::nullopt) {
-    text["limit"] = *limit;
-  }
-  const auto given = [](const nlohmann::json& json, const char* key) {
-    return json.contains(key) ? std::optional(json.at(key).get<double>()) : std::nullopt;
-  };
-  for (const std::string& of_rank : communicator.gather_text(text.dump())) {
-    const nlohmann::json json = nlohmann::json::parse(of_rank);
-    result.power.push_back({{given(json, "watts"), given(json, "clock")}, given(json, "limit")});
-    if (result.power.back().use.watts || !result.power_missing.empty()) continue;
-    result.power_missing = json.at("missing").get<std::string>();
-    if (result.power_missing.empty()) {
-      result.power_missing = fmt::format(
-          "the steps took less than {:.1f} s, too little for the counter: give --steps", kLeastPowerSeconds);
-    }
-  }
-}
-
 }  // namespace
 
 double BenchResult::median_step_seconds() const {
@@ -121,27 +96,13 @@ double BenchResult::own_op_seconds() const {
                          [](double sum, const OpSummary& op) { return sum + op.seconds; });
 }
 
-std::optional<double> BenchResult::watts() const {
-  double sum = 0;
-  for (const RankPower& rank : power) {
-    if (!rank.use.watts) return std::nullopt;
-    sum += *rank.use.watts;
-  }
-  return power.empty() ? std::nullopt : std::optional(sum);
-}
-
-std::optional<double> BenchResult::joules_per_token() const {
-  const std::optional<double> all = watts();
-  return all ? std::optional(*all / tokens_per_second()) : std::nullopt;
-}
-
 double BenchResult::floor_seconds() const {
   return std::accumulate(ops.begin(), ops.end(), 0.0,
                          [](double sum, const OpSummary& op) { return sum + op.floor_seconds; });
 }
 
-BenchResult run_benchmark(const Config& given, Device& device, Communicator& communicator, const PowerSource& power,
-                          int64_t steps, bool roofline) {
+BenchResult run_benchmark(const Config& given, Device& device, Communicator& communicator, int64_t steps,
+                          bool roofline) {
   std::optional<SyntheticTokens> data(given);
   const Config config = data->apply(given);
   BenchResult result;
@@ -171,11 +132,8 @@ BenchResult run_benchmark(const Config& given, Device& device, Communicator& com
   const Clock::time_point start = Clock::now();
   std::optional<StepReport> report = run.step();
   result.queue_seconds = seconds_since(start);
-  std::optional<PowerSampler> sampler;  // the second step is like those that are timed
-  if (power.counter) sampler.emplace(*power.counter);
   for (int64_t i = 0; i < steps; ++i) add(run.step());
   add(run.finish());
-  share_power(sampler ? sampler->stop() : PowerUse(), power, communicator, result);
 
   device.start_op_timer();
   report = run.step();

@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdint>
-#include <optional>
 #include <string>
 #include <vector>
 
@@ -8,7 +7,6 @@
 #include "engine/config/config.h"
 #include "engine/training/speed.h"
 #include "kernels/device/device.h"
-#include "kernels/device/power_sampler.h"
 
 namespace parka {
 
@@ -27,12 +25,6 @@ struct Ceilings {
   double copy_bandwidth = 0;  // bytes per second, read and written, of a large copy within the device
 };
 
-// What a rank's GPU took while steps were timed; nothing where that was not measured.
-struct RankPower {
-  PowerUse use;
-  std::optional<double> limit_watts;
-};
-
 struct BenchResult {
   std::string device;
   int ranks = 1;
@@ -47,8 +39,6 @@ struct BenchResult {
   std::vector<OpSummary> ops;        // of that step, longest first
   std::vector<OpSummary> waits;      // of that step, where ops waited for copies and collectives
   std::vector<double> op_seconds;    // of that step, all ops together, of each rank
-  std::vector<RankPower> power;      // of each rank
-  std::string power_missing;         // why a rank has no watts; empty: all have
   Ceilings ceilings;
   int64_t planned_bytes = 0;
   int64_t context_bytes = 0;  // expected beside the plan on a GPU
@@ -62,14 +52,11 @@ struct BenchResult {
   double tokens_per_second_per_rank() const { return tokens_per_second() / ranks; }
   double floor_seconds() const;  // sum over all ops; 0 if not measured
   double own_op_seconds() const;
-  std::optional<double> watts() const;             // of all ranks; nothing if one was not measured
-  std::optional<double> joules_per_token() const;  // of all ranks
 };
 
 // Trains `steps` steps of `config` on synthetic tokens after two that are not timed, then one with every op timed.
-// `power`: the device's counters, read while steps are timed. With `roofline`, what each op could reach is measured
-// too. All ranks call it; times are this rank's.
-BenchResult run_benchmark(const Config& config, Device& device, Communicator& communicator,
-                          const PowerSource& power, int64_t steps, bool roofline);
+// With `roofline`, what each op could reach is measured too. All ranks call it; times are this rank's.
+BenchResult run_benchmark(const Config& config, Device& device, Communicator& communicator, int64_t steps,
+                          bool roofline);
 
 }  // namespace parka

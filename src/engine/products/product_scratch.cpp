@@ -2,8 +2,7 @@
 
 #include <algorithm>
 #include <cstddef>
-
-#include "engine/products/timed_runs.h"
+#include <memory>
 
 namespace parka {
 namespace {
@@ -48,15 +47,13 @@ std::vector<Gemm> gemms_of(const std::vector<RecordedProduct>& products) {
   return gemms;
 }
 
-ProductScratch::ProductScratch(Device& device, int64_t bytes, int64_t workspace_bytes) : device_(device) {
+ProductScratch::ProductScratch(Device& device, const std::vector<Gemm>& products) : device_(device) {
+  const int64_t bytes = most_bytes(products), workspace_bytes = most_workspace(products);
   memory_ = device.allocate(bytes);
   device.fill_zero(memory_, bytes);
   workspace_ = device.allocate(workspace_bytes);
   device.set_workspace(workspace_, workspace_bytes);
 }
-
-ProductScratch::ProductScratch(Device& device, const std::vector<Gemm>& products, int64_t workspace_bytes)
-    : ProductScratch(device, most_bytes(products), std::max(workspace_bytes, most_workspace(products))) {}
 
 ProductScratch::~ProductScratch() {
   device_.set_workspace(nullptr, 0);
@@ -75,7 +72,9 @@ double seconds_of_products(Device& device, const std::vector<RecordedProduct>& p
   for (const RecordedProduct& product : products) {
     const Gemm a = scratch.place(product.gemm);
     gemm(device, a);  // libraries set themselves up
-    seconds += static_cast<double>(product.count) * seconds_of_each(device, 1, [&] { gemm(device, a); });
+    const std::unique_ptr<Mark> begin = device.mark();
+    gemm(device, a);
+    seconds += static_cast<double>(product.count) * device.mark()->seconds_since(*begin);
   }
   return seconds;
 }

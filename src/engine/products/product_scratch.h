@@ -14,8 +14,8 @@ std::vector<Gemm> gemms_of(const std::vector<RecordedProduct>& products);
 // Memory of a device for one product at a time.
 class ProductScratch {
  public:
-  // For each of `products`, and ops that take up to `workspace_bytes` of workspace: it becomes the device's.
-  ProductScratch(Device& device, const std::vector<Gemm>& products, int64_t workspace_bytes = 0);
+  // For each of `products`, with the workspace that they take, which becomes the device's.
+  ProductScratch(Device& device, const std::vector<Gemm>& products);
   ~ProductScratch();
   ProductScratch(const ProductScratch&) = delete;
   ProductScratch& operator=(const ProductScratch&) = delete;
@@ -24,8 +24,6 @@ class ProductScratch {
   Gemm place(Gemm a) const;
 
  private:
-  ProductScratch(Device& device, int64_t bytes, int64_t workspace_bytes);
-
   Device& device_;
   void* memory_ = nullptr;
   void* workspace_ = nullptr;

@@ -1,7 +1,6 @@
 #include "core/error.h"
 #include "kernels/device/device.h"
 #include "kernels/device/gemm_tuning.h"
-#include "kernels/device/power_counter.h"
 
 // The answers about GPUs of a program that was built without CUDA.
 namespace parka {
@@ -16,8 +15,6 @@ std::unique_ptr<Device> make_cuda_device(int) {
       "this parka was built without CUDA: install the CUDA toolkit and build again, or run on the CPU with "
       "device.kind=cpu");
 }
-
-PowerSource find_power_counter(const Device&) { return {nullptr, "only that of a GPU is read"}; }
 
 std::string gemm_library_version() { return {}; }
 void choose_gemm_algorithms(Device&, const std::vector<GemmChoice>&) { PARKA_REQUIRE(!"built with CUDA"); }
