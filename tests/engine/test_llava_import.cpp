@@ -202,9 +202,6 @@ TEST_CASE("exports of models with towers in another format hold the parts that n
   }
   const json config = json::parse(read_file(folder / "half/config.json"));
   CHECK(config.at("dtype") == "float16");
-  CHECK(message_of([&] {
-          run_export({.checkpoint = imported, .output = folder / "nf4", .quantize = "nf4"});
-        }).find("--quantize does not go with model.vision.tower") != std::string::npos);
 }
 
 TEST_CASE("what a LLaVA config.json leaves out is that of published models", "[engine][huggingface][llava]") {

@@ -364,18 +364,13 @@ void add_export(CLI::App& app, ExportOptions& options) {
       "--shard-size", options.shard_size,
       "Largest size of a weight file, e.g. 5GB (default: split like the imported model, else 50GB)");
   shard_size.type_name("SIZE");
-  CLI::Option& quantize =
-      *command.add_option("--quantize", options.quantize,
-                          "Write the blocks' linear weights in 4 bits, as bitsandbytes has them: nf4 or fp4");
-  quantize.check(CLI::IsMember({"nf4", "fp4"}))->excludes(&shard_size);
   command
       .add_flag(
           "--adapter", options.adapter,
           "Write what was trained beside the weights alone: adapters of finetune.method = lora, for peft, which "
           "else are added to the weights, or the side network of qst")
       ->excludes(&dtype)
-      ->excludes(&shard_size)
-      ->excludes(&quantize);
+      ->excludes(&shard_size);
 }
 
 void add_data(CLI::App& app, DataOptions& options) {

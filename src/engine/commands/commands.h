@@ -107,7 +107,6 @@ struct ExportOptions {
   std::string shard_size = {};
   bool adapter = false;  // the adapters alone, as peft has them
   // "nf4" or "fp4": linear weights as bitsandbytes has them; empty: in the format of the others.
-  std::string quantize = {};
 };
 int run_export(const ExportOptions& options);
 

@@ -21,7 +21,6 @@
 #include "engine/files/draft_folder.h"
 #include "engine/files/float_elements.h"
 #include "engine/files/json_text.h"
-#include "engine/huggingface/bitsandbytes.h"
 #include "engine/huggingface/huggingface_config.h"
 #include "engine/huggingface/huggingface_origin.h"
 #include "engine/huggingface/import_source.h"
@@ -114,20 +113,14 @@ class Exporter {
       write_parts(out);
       return;
     }
-    const std::string config = is_quantized() ? quantized_config_text() : config_text();
     DraftFolder draft(out);
-    write_new_file(draft / kHuggingFaceConfigName, config);
+    write_new_file(draft / kHuggingFaceConfigName, config_text());
     if (const std::optional<std::string> folder = came_with()) {
       for (const std::string& name : carried_files(*folder)) {
         copy_to_new_file((fs::path(*folder) / name).string(), draft / name);
       }
     }
     if (model_.vision.exists()) require_pixel_statistics(draft / ".", model_.vision.tower, checkpoint_.path());
-    if (is_quantized()) {
-      write_quantized(draft / kHuggingFaceFileName);
-      draft.publish();
-      return;
-    }
     for (const HuggingFaceLayout::File& file : layout_.files) write_file(draft / file.name, file);
     if (!layout_.index_text.empty()) write_new_file(draft / kHuggingFaceIndexName, layout_.index_text);
     draft.publish();
@@ -138,11 +131,6 @@ class Exporter {
       return fmt::format("side network of step {} of {}", checkpoint_.step(), checkpoint_.path());
     }
     if (options_.adapter) return fmt::format("adapters of step {} of {}", checkpoint_.step(), checkpoint_.path());
-    if (is_quantized()) {
-      return fmt::format("step {} of {} in {}, linear layers in {}{}", checkpoint_.step(), checkpoint_.path(),
-                         format_names(), options_.quantize,
-                         came_with() ? fmt::format(", with what came with {}", *came_with()) : "");
-    }
     if (is_vila_) {
       return fmt::format("step {} of {}, in VILA's folders {}, {} and {}", checkpoint_.step(), checkpoint_.path(),
                          kVilaText, kVilaTower, kVilaProjector);
@@ -231,9 +219,6 @@ class Exporter {
   // Names are those of the imported model, and so are the parts of the tower that no model reads. Without these
   // the export has the tower up to the block that is read.
   void choose_tower() {
-    if (is_quantized()) {
-      throw_bad_input("{}: --quantize does not go with model.vision.tower yet; leave it out", checkpoint_.path());
-    }
     is_vila_ = model_.vision.projector.kind != ProjectorKind::kMlp2xGelu;
     if (is_vila_) make_vila_config(model_.vision, nullptr);  // refuses what VILA 1.5 does not have
     llava_ = is_vila_ ? &vila_part_names() : &all_llava_names().front();
@@ -298,10 +283,6 @@ class Exporter {
 
   void choose_layout() {
     const std::optional<DType> wanted = parse_format(options_.dtype);
-    if (is_quantized()) {  // what the weights have before they are
-      layout_ = make_layout(wanted ? *wanted : usual_format(), INT64_MAX);
-      return;
-    }
     if (layout_of_origin_ && options_.shard_size.empty() && fits(*layout_of_origin_, wanted)) {
       layout_ = *layout_of_origin_;
       return;
@@ -480,70 +461,6 @@ class Exporter {
     for (int64_t row = 0; row < tensor.num_rows; ++row) {
       write({&padded[static_cast<size_t>(row * parameter.cols)], static_cast<size_t>(columns)});
     }
-  }
-
-  bool is_quantized() const { return !options_.quantize.empty(); }
-  Format4Bit format_4bit() const { return options_.quantize == "nf4" ? Format4Bit::kNf4 : Format4Bit::kFp4; }
-
-  std::string quantized_config_text() const {
-    json config = parse_json_text(config_text(), kHuggingFaceConfigName, JsonComments::kRefused);
-    config["quantization_config"] = bitsandbytes_config(format_4bit(), formats().front());
-    return config.dump(2) + "\n";
-  }
-
-  // One file, whose tensors lie at multiples of their element size.
-  void write_quantized(const std::string& path) const {
-    const auto is_linear = [&](const HuggingFaceTensor& tensor) {
-      return table_.all[tensor.parameter].role == ParameterRole::kLinear;
-    };
-    const std::vector<SafetensorsEntry>& plain = layout_.files.front().header.tensors;
-    std::vector<SafetensorsEntry> entries;
-    int64_t offset = 0;
-    const HuggingFaceTensor* before = nullptr;  // the last one in 4 bits
-    const auto add = [&](SafetensorsEntry entry) {
-      if (offset % size_of(entry.dtype) != 0) {
-        PARKA_REQUIRE(before != nullptr);  // all others have even numbers of elements
-        refuse_to_quantize(*before);
-      }
-      offset += num_bytes_of(entry.dtype, entry.shape);
-      entries.push_back(std::move(entry));
-    };
-    for (const SafetensorsEntry& entry : plain) {
-      const HuggingFaceTensor& tensor = *find(entry.name);
-      if (!is_linear(tensor)) {
-        add({.name = entry.name, .dtype = entry.dtype, .shape = entry.shape});
-        continue;
-      }
-      for (SafetensorsEntry& part :
-           bitsandbytes_entries(format_4bit(), entry.name, tensor.shape.at(0), tensor.shape.at(1))) {
-        add(std::move(part));
-      }
-      before = &tensor;
-    }
-    OutputFile file(path);
-    file.write(as_bytes(encode_safetensors_header(entries, {{"format", "pt"}})));
-    for (const SafetensorsEntry& entry : plain) {
-      const HuggingFaceTensor& tensor = *find(entry.name);
-      if (!is_linear(tensor)) {
-        write_tensor(tensor, entry, file);
-        continue;
-      }
-      const int64_t cols = tensor.shape.at(1), first = tensor.first_row * cols;
-      const WeightForm form = entry.dtype == DType::kBF16 ? WeightForm::kCompute : WeightForm::kMaster;
-      const std::vector<float> values =
-          weights_.read(table_.all[tensor.parameter], {first, first + tensor.num_rows * cols}, form);
-      file.write(encode_bitsandbytes(format_4bit(), entry.dtype, tensor.num_rows, cols, values));
-    }
-    file.sync();
-    file.close();
-  }
-
-  [[noreturn]] void refuse_to_quantize(const HuggingFaceTensor& tensor) const {
-    const int64_t rows = tensor.shape.at(0), cols = tensor.shape.at(1);
-    throw_bad_input(
-        "{}: --quantize: {} [{}, {}] has {} elements, no multiple of 256, and what follows it in the file would not be "
-        "aligned; export without --quantize, and let transformers quantize that when it loads it (load_in_4bit)",
-        checkpoint_.path(), tensor.name, rows, cols, rows * cols);
   }
 
   void check_range(std::span<const float> values, const std::vector<std::byte>& bytes,

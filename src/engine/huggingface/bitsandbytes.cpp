@@ -23,18 +23,6 @@ using Place = HuggingFaceWeights::Place;
 
 constexpr std::string_view kState = ".quant_state.bitsandbytes__";
 constexpr int64_t kMaxStateBytes = 4096;
-constexpr int64_t kBlock = 64;        // of what is written, bitsandbytes' default
-constexpr int64_t kStateBytes = 256;  // of what is written: with spaces at its end, so that files are planned first
-
-const char* name_of(Format4Bit format) { return format == Format4Bit::kNf4 ? "nf4" : "fp4"; }
-
-const char* torch_name_of(DType dtype) {
-  switch (dtype) {
-    case DType::kBF16: return "bfloat16";
-    case DType::kF16: return "float16";
-    default: return "float32";
-  }
-}
 
 template <typename T>
 std::vector<T> read_elements(const HuggingFaceWeights& weights, const Place& place) {
@@ -257,85 +245,6 @@ std::vector<float> decode_bitsandbytes(const HuggingFaceWeights& weights, const 
   dequantize_4bit(*device, a);
   std::transform(rounded.begin(), rounded.end(), values.begin(), decode_bf16);
   return values;
-}
-
-std::vector<SafetensorsEntry> bitsandbytes_entries(Format4Bit format, const std::string& name, int64_t rows,
-                                                   int64_t cols) {
-  const int64_t count = rows * cols, blocks = ceil_div(count, kBlock);
-  return {{.name = name + ".quant_map", .dtype = DType::kF32, .shape = {16}},
-          {.name = name + ".nested_quant_map",
-           .dtype = DType::kF32,
-           .shape = {static_cast<int64_t>(dynamic_map().size())}},
-          {.name = name + ".nested_absmax", .dtype = DType::kF32, .shape = {ceil_div(blocks, kNestedBlock)}},
-          {.name = name + std::string(kState) + name_of(format), .dtype = DType::kU8, .shape = {kStateBytes}},
-          {.name = name, .dtype = DType::kU8, .shape = {ceil_div(count, 2), 1}},
-          {.name = name + ".absmax", .dtype = DType::kU8, .shape = {blocks}}};
-}
-
-std::vector<std::byte> encode_bitsandbytes(Format4Bit format, DType decoded, int64_t rows, int64_t cols,
-                                           std::span<const float> values) {
-  const int64_t count = rows * cols, blocks = ceil_div(count, kBlock);
-  PARKA_REQUIRE(static_cast<int64_t>(values.size()) == count);
-  std::vector<std::byte> stored(values.size() * static_cast<size_t>(size_of(decoded)));
-  encode_floats(values, decoded, stored);
-  std::vector<float> rounded(values.size()), absmax(static_cast<size_t>(blocks)),
-      nested_absmax(static_cast<size_t>(ceil_div(blocks, kNestedBlock)));
-  decode_floats(decoded, stored, rounded);
-  std::vector<uint8_t> codes(static_cast<size_t>(ceil_div(count, 2))), absmax_codes(absmax.size());
-  DynamicMap map = dynamic_map();
-  float offset = 0;
-  const auto device = make_cpu_device();
-  const TensorView scales = {absmax.data(), DType::kF32, {blocks}};
-  quantize_4bit(*device, {.x = {rounded.data(), DType::kF32, {count}},
-                          .codes = {codes.data(), DType::kU8, {static_cast<int64_t>(codes.size())}},
-                          .absmax = scales,
-                          .format = format,
-                          .block_size = kBlock});
-  quantize_absmax(
-      *device, {.absmax = scales,
-                .map = {map.data(), DType::kF32, {static_cast<int64_t>(map.size())}},
-                .codes = {absmax_codes.data(), DType::kU8, {blocks}},
-                .nested_absmax = {nested_absmax.data(), DType::kF32, {static_cast<int64_t>(nested_absmax.size())}},
-                .offset = {&offset, DType::kF32, {1}}});
-  const nlohmann::ordered_json state = {{"quant_type", name_of(format)},    {"blocksize", kBlock},
-                                        {"dtype", torch_name_of(decoded)},  {"shape", {rows, cols}},
-                                        {"nested_blocksize", kNestedBlock}, {"nested_dtype", "float32"},
-                                        {"nested_offset", double{offset}}};
-  std::string text = state.dump();
-  PARKA_REQUIRE(static_cast<int64_t>(text.size()) <= kStateBytes);
-  text.resize(static_cast<size_t>(kStateBytes), ' ');
-  Values4Bit quant_map = values_of(format);
-  for (float& value : quant_map) value += 0.0f;  // bitsandbytes writes FP4's negative zero as zero
-  // Not a vector that grows: there GCC 12 sees writes behind its end.
-  std::vector<std::byte> bytes(sizeof(quant_map) + sizeof(map) + sizeof(float) * nested_absmax.size() +
-                               text.size() + codes.size() + absmax_codes.size());
-  auto end = bytes.begin();
-  const auto append = [&](const auto& elements) {
-    end = std::ranges::copy(std::as_bytes(std::span(elements)), end).out;
-  };
-  append(quant_map);
-  append(map);
-  append(nested_absmax);
-  append(text);
-  append(codes);
-  append(absmax_codes);
-  return bytes;
-}
-
-json bitsandbytes_config(Format4Bit format, DType decoded) {
-  return {{"_load_in_4bit", true},
-          {"_load_in_8bit", false},
-          {"bnb_4bit_compute_dtype", torch_name_of(decoded)},
-          {"bnb_4bit_quant_storage", "uint8"},
-          {"bnb_4bit_quant_type", name_of(format)},
-          {"bnb_4bit_use_double_quant", true},
-          {"llm_int8_enable_fp32_cpu_offload", false},
-          {"llm_int8_has_fp16_weight", false},
-          {"llm_int8_skip_modules", nullptr},
-          {"llm_int8_threshold", 6.0},
-          {"load_in_4bit", true},
-          {"load_in_8bit", false},
-          {"quant_method", "bitsandbytes"}};
 }
 
 }  // namespace parka

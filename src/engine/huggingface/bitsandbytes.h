@@ -1,5 +1,4 @@
 #pragma once
-#include <span>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -38,18 +37,5 @@ std::unordered_map<std::string, BitsAndBytesWeight> take_bitsandbytes_weights(Hu
 // the dtype of its tensor.
 std::vector<float> decode_bitsandbytes(const HuggingFaceWeights& weights, const BitsAndBytesWeight& weight,
                                        DType decoded, int64_t count);
-
-// The tensors that a weight [rows, cols] becomes in such a model, with doubly quantized scales of blocks of 64, in
-// the order in which encode_bitsandbytes() has their bytes: fp32 first.
-std::vector<SafetensorsEntry> bitsandbytes_entries(Format4Bit format, const std::string& name, int64_t rows,
-                                                   int64_t cols);
-
-// The bytes of these tensors for a weight of such values, in row-major order. `decoded` is the dtype that it is to
-// be decoded to; the values are rounded to it first.
-std::vector<std::byte> encode_bitsandbytes(Format4Bit format, DType decoded, int64_t rows, int64_t cols,
-                                           std::span<const float> values);
-
-// The quantization_config of a model with weights in this format.
-nlohmann::json bitsandbytes_config(Format4Bit format, DType decoded);
 
 }  // namespace parka
