@@ -1,4 +1,4 @@
-# `cmake --install` and packages: the program, its man page and completion, configs, the scripts that users need, and pages.
+# `cmake --install` and packages: the program, its man page, configs, the scripts that users need, and pages.
 include(GNUInstallDirs)
 set(CMAKE_SKIP_INSTALL_ALL_DEPENDENCY ON)  # tests need not be built
 
@@ -12,10 +12,8 @@ file(MAKE_DIRECTORY ${texts})
 install(CODE "
   set(parka \"$<TARGET_FILE:parka>\")
   execute_process(COMMAND \${parka} man COMMAND gzip -9n OUTPUT_FILE ${texts}/parka.1.gz COMMAND_ERROR_IS_FATAL ANY)
-  execute_process(COMMAND \${parka} completion bash OUTPUT_FILE ${texts}/parka COMMAND_ERROR_IS_FATAL ANY)
 ")
 install(FILES ${texts}/parka.1.gz DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
-install(FILES ${texts}/parka DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions)
 
 set(shared ${CMAKE_INSTALL_DATADIR}/parka)
 install(DIRECTORY configs examples DESTINATION ${shared})

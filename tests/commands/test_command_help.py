@@ -1,6 +1,5 @@
-"""Help, the man page and completion: they come from the same tree of commands and options, and say defaults."""
+"""Help and the man page: they come from the same tree of commands and options, and say defaults."""
 import fcntl
-import json
 import os
 import re
 import shutil
@@ -14,7 +13,7 @@ from pathlib import Path
 from parka_runs import PROGRAM
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ["train", "plan", "eval", "generate", "import", "export", "bench", "tune", "data", "config", "version", "man", "completion"]
+COMMANDS = ["train", "plan", "eval", "generate", "import", "export", "bench", "tune", "data", "config", "version", "man"]
 
 
 def output(*arguments):
@@ -42,20 +41,6 @@ def shown_on_a_terminal(columns, *arguments):
             text += part
     process.wait()
     return text.decode().splitlines()
-
-
-def config_keys():
-    """Dotted names of all keys, from the schema."""
-    def walk(node, path):
-        for name, child in node["properties"].items():
-            if name == "$schema":
-                continue
-            if "properties" in child:
-                yield from walk(child, [*path, name])
-            else:
-                yield ".".join([*path, name])
-
-    return list(walk(json.loads(output("config", "schema")), []))
 
 
 class Help(unittest.TestCase):
@@ -121,35 +106,6 @@ class ManPage(unittest.TestCase):
             file.flush()
             result = subprocess.run(["groff", "-man", "-ww", "-Tutf8", "-z", file.name], capture_output=True, text=True)
         self.assertEqual((result.returncode, result.stderr), (0, ""))
-
-
-class Completion(unittest.TestCase):
-    def complete(self, *words):
-        """What bash offers for the last of these words."""
-        with tempfile.NamedTemporaryFile("w", suffix=".bash") as file:
-            file.write(output("completion", "bash"))
-            file.flush()
-            script = ('source "$1"; shift; COMP_WORDS=("$@"); COMP_CWORD=$(($# - 1)); '
-                      '_parka parka "${COMP_WORDS[COMP_CWORD]}" "${COMP_WORDS[COMP_CWORD - 1]}"; printf "%s\\n" "${COMPREPLY[@]}"')
-            result = subprocess.run(["bash", "-c", script, "bash", file.name, *words], capture_output=True, text=True)
-        self.assertEqual((result.returncode, result.stderr), (0, ""))
-        return result.stdout.split()
-
-    def test_bash_completes_commands_options_and_values(self):
-        self.assertEqual(self.complete("parka", "tr"), ["train"])
-        self.assertTrue(set(COMMANDS) < set(self.complete("parka", "")))
-        self.assertEqual(self.complete("parka", "train", "--must"), ["--must-be-new"])
-        self.assertEqual(self.complete("parka", "export", "--dtype", "b"), ["bf16"])
-        self.assertEqual(self.complete("parka", "config", "sh"), ["show"])
-        self.assertEqual(self.complete("parka", "completion", ""), ["bash"])
-        self.assertEqual(self.complete("parka", "train", "conf"), [])  # bash completes files then
-        self.assertEqual(self.complete("parka", "import", "--set"), [])
-
-    def test_bash_completes_config_keys(self):
-        self.assertEqual(self.complete("parka", "train", "x.json", "--optimizer.lr"),
-                         ["--optimizer.lr=", "--optimizer.lr_patterns=", "--optimizer.lr_factors="])
-        self.assertEqual(self.complete("parka", "config", "show", "--optimizer.schedule.k"), ["--optimizer.schedule.kind="])
-        self.assertEqual(len([word for word in self.complete("parka", "plan", "--") if "." in word]), len(config_keys()))
 
 
 class Schema(unittest.TestCase):

@@ -28,6 +28,20 @@ std::string description_of(const CLI::Option& option) {
   return option.get_description() + (notes.empty() ? "" : fmt::format(" ({})", notes));
 }
 
+// What stands for an option's value: "INT", "FILE", "{bf16,fp16,fp32}"; empty for a flag.
+std::string value_name(const CLI::Option& option) {
+  if (option.get_type_size() == 0) return "";
+  // With what is checked: "INT:INT in [1 - 1000]", "N:INT in [1 - 8]", "TEXT:{a,b}".
+  std::string type = option.get_type_name();
+  type.resize(std::min(type.find(":INT in ["), type.size()));
+  for (const char* plain : {"INT:", "UINT:", "FLOAT:", "TEXT:"}) {
+    if (!type.starts_with(plain)) continue;
+    const size_t colon = type.find(':');
+    return type[colon + 1] == '{' ? type.substr(colon + 1) : type.substr(0, colon);
+  }
+  return type;
+}
+
 std::string value_part(const CLI::Option& option) {
   if (option.get_type_size() == 0) return "";
   const bool is_list = option.get_expected_max() == CLI::detail::expected_max_vector_size;
@@ -110,19 +124,6 @@ std::string roff_command(const CLI::App& command, const std::string& parents) {
 }
 
 }  // namespace
-
-std::string value_name(const CLI::Option& option) {
-  if (option.get_type_size() == 0) return "";
-  // With what is checked: "INT:INT in [1 - 1000]", "N:INT in [1 - 8]", "TEXT:{a,b}".
-  std::string type = option.get_type_name();
-  type.resize(std::min(type.find(":INT in ["), type.size()));
-  for (const char* plain : {"INT:", "UINT:", "FLOAT:", "TEXT:"}) {
-    if (!type.starts_with(plain)) continue;
-    const size_t colon = type.find(':');
-    return type[colon + 1] == '{' ? type.substr(colon + 1) : type.substr(0, colon);
-  }
-  return type;
-}
 
 std::shared_ptr<CLI::FormatterBase> make_help_formatter() { return std::make_shared<HelpFormatter>(); }
 

@@ -5,18 +5,13 @@
 namespace CLI {
 class App;
 class FormatterBase;
-class Option;
 }  // namespace CLI
 
-// The tree of commands and options, as text: for `--help` and for `parka man`. command_completion.h has it for
-// shells.
+// The tree of commands and options, as text: for `--help` and for `parka man`.
 namespace parka {
 
 // For CLI::App::formatter(): an option's line ends with its default and with the option that it needs.
 std::shared_ptr<CLI::FormatterBase> make_help_formatter();
-
-// What stands for an option's value: "INT", "FILE", "{bf16,fp16,fp32}"; empty for a flag.
-std::string value_name(const CLI::Option& option);
 
 // The man page parka(1) of a program with these commands, as roff.
 std::string man_page(const CLI::App& app, const std::string& version);

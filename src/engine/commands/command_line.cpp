@@ -14,7 +14,6 @@
 #include "core/parallel.h"
 #include "engine/commands/argument_values.h"
 #include "engine/commands/command_advice.h"
-#include "engine/commands/command_completion.h"
 #include "engine/commands/command_help.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/version.h"
@@ -424,15 +423,6 @@ void add_version(CLI::App& app, VersionOptions& options) {
       "Also print the commit, compiler, libraries, GPU architectures and this machine, for a bug report");
 }
 
-// Commands about the program itself, which packages call.
-void add_texts(CLI::App& app, std::string& shell) {
-  app.add_subcommand("man", "Print the man page, as roff.");
-  app.add_subcommand("completion", "Print a script that completes commands, options and config keys in a shell.")
-      ->add_option("shell", shell, "The shell")
-      ->required()
-      ->check(CLI::IsMember({"bash"}));
-}
-
 // Checks all options and arguments that are paths, which their type or their name says.
 void check_paths(CLI::App& app) {
   constexpr std::string_view kTypes[] = {"FILE", "FOLDER", "NAME=FILE"},
@@ -463,7 +453,6 @@ struct CommandLine {
   DataOptions data;
   ConfigOptions config;
   VersionOptions version;
-  std::string shell;
 };
 
 void add_all(CLI::App& app, CommandLine& line) {
@@ -485,7 +474,7 @@ void add_all(CLI::App& app, CommandLine& line) {
   add_data(app, line.data);
   add_config(app, line.config);
   add_version(app, line.version);
-  add_texts(app, line.shell);
+  app.add_subcommand("man", "Print the man page, as roff.");  // for packages
   check_paths(app);
 }
 
@@ -507,7 +496,6 @@ int run_command(const CLI::App& app, const CommandLine& line) {
   if (app.got_subcommand("config")) return run_config(line.config);
   if (app.got_subcommand("version")) return print_text(version_text(line.version.verbose));
   if (app.got_subcommand("man")) return print_text(man_page(app, parka_version()));
-  if (app.got_subcommand("completion")) return print_text(completion_script(app));
   print_text(app.help());
   return static_cast<int>(ExitCode::kBadInput);
 }
