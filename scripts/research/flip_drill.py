@@ -46,7 +46,7 @@ def states(folder):
 
 
 def intervals(arguments):
-    return [f"reliability.{kind}_interval={getattr(arguments, f'{kind}_interval')}" for kind in ("replay", "state", "replica")]
+    return [f"reliability.{kind}_interval={getattr(arguments, f'{kind}_interval')}" for kind in ("replay", "state")]
 
 
 def run(arguments, sets, folder, environment=None):
@@ -96,7 +96,7 @@ def drill(arguments, sets, reference, number, flip):
         variables = {"FLIP": f"{flip['target']}:{flip['step']}:{flip['rank']}:{flip['seed']}"}
         code, messages = run(arguments, [*sets, *short_run(arguments)], Path(folder) / "drill", variables)
         left = states(Path(folder) / "drill" / "run")
-    latest = 2 * max(arguments.replay_interval, arguments.state_interval, arguments.replica_interval)
+    latest = 2 * max(arguments.replay_interval, arguments.state_interval)
     return judge(flip, code, messages, left, reference, latest)
 
 
@@ -152,7 +152,7 @@ def read_arguments():
     parser.add_argument("--jobs", type=positive, default=1, help="runs at the same time (default 1)")
     parser.add_argument("--steps", type=positive, default=12, help="steps of a run with a flip (default 12)")
     parser.add_argument("--save-interval", type=positive, default=3, help="steps between saves (default 3)")
-    for kind in ("replay", "state", "replica"):
+    for kind in ("replay", "state"):
         parser.add_argument(f"--{kind}-interval", type=at_least(0), default=1, help="steps between checks, 0: off (default 1)")
     parser.add_argument("--quiet-steps", type=at_least(0), default=0, help="steps of a run without a flip (default: no such run)")
     parser.add_argument("--seed", type=int, default=1, help="seed of the places of flips (default 1)")

@@ -23,7 +23,7 @@ void check_options(const BatchLoaderOptions& o, const TokenFiles& files) {
         "shorter --sequence-length",
         most, o.images_per_sequence);
   }
-  if (o.prefetch < 1) throw_bad_input("data.prefetch_batches is {}; give at least 1", o.prefetch);
+  PARKA_REQUIRE(o.prefetch > 0);
 }
 
 }  // namespace

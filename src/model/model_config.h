@@ -44,23 +44,10 @@ struct RopeScalingConfig : RopeScaling {
           kHashed | kFixedOnResume | kStepTime);
     visit("factor", factor, "What frequencies are divided by", RealRange{1.0, 1e6},
           kHashed | kFixedOnResume | kStepTime);
-    visit("low_frequency_factor", low_frequency_factor,
-          "llama3: pairs with fewer rotations than this in original_length are divided by the whole factor",
-          RealRange{0.0, 1e6}, kHashed | kFixedOnResume | kStepTime);
-    visit("high_frequency_factor", high_frequency_factor,
-          "llama3: pairs with more rotations than this in original_length are left alone", RealRange{0.0, 1e6},
-          kHashed | kFixedOnResume | kStepTime);
     visit("original_length", original_length,
           "llama3 and yarn: sequence length that the model was first trained on", IntegerRange{1, kMaxDimension},
           kHashed | kFixedOnResume | kStepTime);
-    visit("beta_fast", beta_fast, "yarn: pairs with more rotations than this in original_length are left alone",
-          RealRange{1e-3, 1e6}, kHashed | kFixedOnResume | kStepTime);
-    visit("beta_slow", beta_slow,
-          "yarn: pairs with fewer rotations than this in original_length are divided by the whole factor",
-          RealRange{1e-3, 1e6}, kHashed | kFixedOnResume | kStepTime);
     visit("attention_factor", attention_factor, "yarn: see kind; 0: 0.1 x ln(factor) + 1", RealRange{0.0, 1e6},
-          kHashed | kFixedOnResume | kStepTime);
-    visit("truncate", truncate, "yarn: round the first and the last pair between those to whole pairs",
           kHashed | kFixedOnResume | kStepTime);
   }
 };
@@ -219,7 +206,6 @@ struct PrecisionConfig {
   bool save_silu = false;
   bool save_product = true;
   WeightCopies weight_copies = WeightCopies::kAuto;
-  bool fast_weight_gradient = false;
   Recompute recompute = Recompute::kNone;
   int64_t offload_blocks = 0;
   bool offload_weights = false;
@@ -290,12 +276,6 @@ struct PrecisionConfig {
         "transposed ones only if all shards are whole rows and recompute is none. auto: rows where ZeRO stage 3 "
         "shards the weights over several GPUs, or where finetune.base = fp8 goes with gemm = fp8_tensor, else both",
         kRunTime);
-    visit(
-        "fast_weight_gradient", fast_weight_gradient,
-        "fp8_tensor on a GPU: weight gradients, sums over all tokens of the micro-batch, are added up in the tensor "
-        "cores' accumulator of about 14 bits, as other products are; true makes the loss worse. false: in fp32 "
-        "every 128 terms",
-        kHashed | kStepTime);
     visit("recompute", recompute,
           "none, or block: keep only each block's input and run the block's forward again in backward (same bits)",
           kStepTime);

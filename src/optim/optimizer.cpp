@@ -64,8 +64,7 @@ void check_config(const OptimizerConfig& config, DType compute) {
   }
   PARKA_REQUIRE(compute == DType::kF32 || compute == DType::kBF16);
   PARKA_REQUIRE(config.gradient == DType::kF32 || config.gradient == DType::kBF16);
-  PARKA_REQUIRE(is_float8(config.exp_avg_format));
-  PARKA_REQUIRE(is_float8(config.exp_avg_sq_format) || config.exp_avg_sq_format == DType::kBF16);
+  PARKA_REQUIRE(config.exp_avg_sq_format == DType::kE4M3 || config.exp_avg_sq_format == DType::kBF16);
 }
 
 }  // namespace
@@ -85,7 +84,7 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
     const ParameterInfo& p = parameters_[i];
     if (!p.trainable) continue;
     ids_[i].master = declare_master(p, plan);
-    ids_[i].exp_avg = declare_moment(p, ".exp_avg", config_.exp_avg_format, plan);
+    ids_[i].exp_avg = declare_moment(p, ".exp_avg", DType::kE4M3, plan);
     ids_[i].exp_avg_sq = declare_moment(p, ".exp_avg_sq", config_.exp_avg_sq_format, plan);
   }
   if (shares_gradient_buffers()) declare_gradient_buffers(plan);
@@ -497,8 +496,9 @@ StepResult PendingStep::wait() const {
 }
 
 double Optimizer::clip_limit(int64_t step) const {
+  constexpr double kWarmupFactor = 10;  // of OLMo's runs
   if (config_.clip_norm == 0) return std::numeric_limits<double>::infinity();
-  return step <= config_.clip_warmup_steps ? config_.clip_norm * config_.clip_warmup_factor : config_.clip_norm;
+  return step <= config_.clip_warmup_steps ? kWarmupFactor * config_.clip_norm : config_.clip_norm;
 }
 
 std::vector<NamedTensor> Optimizer::state() const {

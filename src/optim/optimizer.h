@@ -155,9 +155,9 @@ class Optimizer {
   // without a step.
   void set_last_norm(Device& device, double norm) const;
 
-  // The largest global norm allowed at `step`: clip_norm * clip_warmup_factor while step <= clip_warmup_steps, then
-  // clip_norm; infinity when clipping is off. It is the limit of this very step: OLMo's own trainer refreshes its
-  // limit after clipping, so that its warm-up starts and ends one step late.
+  // The largest global norm allowed at `step`: 10 clip_norm while step <= clip_warmup_steps, then clip_norm;
+  // infinity when clipping is off. It is the limit of this very step: OLMo's own trainer refreshes its limit after
+  // clipping, so that its warm-up starts and ends one step late.
   double clip_limit(int64_t step) const;
 
   // Masters and moments, for the checkpoint: "<parameter>.master", ".exp_avg", ".exp_avg.amax",

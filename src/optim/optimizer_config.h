@@ -53,9 +53,7 @@ struct OptimizerConfig {
   bool decay_embeddings = false;
   double clip_norm = 1.0;
   int64_t clip_warmup_steps = 0;
-  double clip_warmup_factor = 10.0;
   StateFormat states = StateFormat::kFp32;
-  DType exp_avg_format = DType::kE4M3;
   DType exp_avg_sq_format = DType::kE4M3;
   MasterForm master = MasterForm::kFp32;
   bool offload = false;
@@ -81,16 +79,13 @@ struct OptimizerConfig {
     visit("clip_norm", clip_norm, "Global gradient norm above which gradients are scaled down; 0: no clipping",
           RealRange{}, kHashed);
     visit("clip_warmup_steps", clip_warmup_steps,
-          "While step <= this, the limit is clip_norm * clip_warmup_factor (OLMo-7B: 1000)", IntegerRange{},
-          kHashed);
-    visit("clip_warmup_factor", clip_warmup_factor, "See clip_warmup_steps", RealRange{1.0}, kHashed);
+          "While step <= this, the limit is ten times clip_norm (OLMo-7B: 1000)", IntegerRange{}, kHashed);
     visit("states", states, "Format of the moments: fp32, bf16, fp8, or fp8_expanded (dynamic range expansion)",
           kHashed | kConvertedOnResume | kStepTime);
-    visit("exp_avg_format", exp_avg_format, "FP8 format of the first moment, for states = fp8 or fp8_expanded",
-          one_of(DType::kE4M3, DType::kE5M2), kHashed | kConvertedOnResume);
-    visit("exp_avg_sq_format", exp_avg_sq_format,
-          "Format of the second moment, likewise; bf16: the first moment alone is FP8, as in FP8-LM",
-          one_of(DType::kE4M3, DType::kE5M2, DType::kBF16), kHashed | kConvertedOnResume);
+    visit(
+        "exp_avg_sq_format", exp_avg_sq_format,
+        "Format of the second moment, for states = fp8 or fp8_expanded; bf16: the first moment alone is FP8, as in FP8-LM",
+        one_of(DType::kE4M3, DType::kBF16), kHashed | kConvertedOnResume);
     visit("master", master,
           "Master weights: fp32, fp32_split (same bits in less memory), fp24_split (24 bits), bf16_sr (stochastic "
           "rounding), or none (if and only if precision.compute = fp32)",

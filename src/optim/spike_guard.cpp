@@ -12,7 +12,8 @@ double SpikeGuard::limit(double Step::*value) const {
   for (const Step& step : steps_) sum += step.*value;
   const double mean = sum / count;
   for (const Step& step : steps_) squares += (step.*value - mean) * (step.*value - mean);
-  return mean + sigma_ * std::sqrt(squares / (count - 1));
+  constexpr double kSigma = 6;  // as OLMo 2
+  return mean + kSigma * std::sqrt(squares / (count - 1));
 }
 
 SpikeGuard::Step SpikeGuard::limits() const {

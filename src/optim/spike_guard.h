@@ -6,12 +6,12 @@
 namespace parka {
 
 // Finds steps whose loss or gradient norm stands out from those of the steps before, as OLMo 2's trainer does
-// (arXiv 2501.00656, section 3.2; SkipStepOptimizer of OLMo-core): more than `sigma` standard deviations above
-// their mean over the last `window` steps. All ranks see the same numbers, so all come to the same limits.
+// (arXiv 2501.00656, section 3.2; SkipStepOptimizer of OLMo-core): more than six standard deviations above their
+// mean over the last `window` steps. All ranks see the same numbers, so all come to the same limits.
 class SpikeGuard {
  public:
-  // window: training.spike_window, 0 for no limits; sigma: training.spike_sigma.
-  SpikeGuard(int64_t window, double sigma) : window_(window), sigma_(sigma) {}
+  // window: training.spike_window, 0 for no limits.
+  explicit SpikeGuard(int64_t window) : window_(window) {}
 
   struct Step {
     double loss;  // mean, in nats per token
@@ -30,7 +30,6 @@ class SpikeGuard {
   double limit(double Step::*value) const;
 
   int64_t window_;
-  double sigma_;
   std::deque<Step> steps_;
 };
 

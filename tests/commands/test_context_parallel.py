@@ -94,7 +94,7 @@ class ContextParallel(RunFolder):
                 self.assert_near(name, f"{name}-one", bound)
 
     def test_equal_runs_give_equal_bits_also_when_resumed(self):
-        options = {"recipe": "parka", "stage": 3, "reliability": {"replay_interval": 1, "state_interval": 1, "replica_interval": 1}}
+        options = {"recipe": "parka", "stage": 3, "reliability": {"replay_interval": 1, "state_interval": 1}}
         self.run_ranks("straight", 2, 2, **options)
         self.run_ranks("resumed", 2, 2, steps=4, **options)
         self.assertIn("resuming from", self.run_ranks("resumed", 2, 2, **options))
@@ -146,7 +146,7 @@ class ContextParallel(RunFolder):
         self.assertAlmostEqual(rates[1], 4 * SEQUENCE, delta=1)
 
     def test_a_wrong_bit_of_one_rank_is_noticed(self):
-        checks = {"replay_interval": 1, "state_interval": 1, "replica_interval": 1}
+        checks = {"replay_interval": 1, "state_interval": 1}
         if DEVICE == "cuda":
             self.skipTest("bits are flipped in the memory of a CPU")
         for target in ("gemm", "gradient", "weight"):

@@ -235,7 +235,6 @@ class Data(DataFolder):
     def test_training_does_not_wait_for_data(self):
         self.mark_files()
         config = self.config("run", "fp32", weights=[0.7, 0.3], loss_mask=True, documents="separate")
-        config["data"]["prefetch_batches"] = 16
         self.run_config(config)
         records = metrics(self.path("run"))[2:]  # the loader starts with the run
         # A machine with other work may keep the loader from a core for longer than a step.

@@ -607,7 +607,7 @@ class Transformers(HuggingFace):
 
     def test_loads_a_model_that_was_never_imported(self):
         llama3 = {"kind": "llama3", "factor": 4, "original_length": 8}
-        yarn = {"kind": "yarn", "factor": 4, "original_length": 64, "beta_fast": 8, "truncate": False}
+        yarn = {"kind": "yarn", "factor": 4, "original_length": 64}
         for name, norm, eps, changes in (("llama", "rmsnorm", 1e-6, {"rope_scaling": llama3}),
                                          ("olmo", "layernorm", 1e-5, {"rope_scaling": llama3}),
                                          ("mistral", "rmsnorm", 1e-6, {"sliding_window": 5}),
@@ -616,7 +616,7 @@ class Transformers(HuggingFace):
                                          ("olmo2", "rmsnorm", 1e-6, {"qk_norm": "full", "norm_placement": "after",
                                                                      "rope_scaling": llama3}),
                                          ("olmo3", "rmsnorm", 1e-6, {"qk_norm": "full", "norm_placement": "after",
-                                                                     "rope_scaling": {**yarn, "truncate": True},
+                                                                     "rope_scaling": yarn,
                                                                      "sliding_window": 5, "full_attention_every": 2}),
                                          ("gemma3_text", "rmsnorm", 1e-6, {
                                              "qk_norm": "per_head", "norm_placement": "both", "norm_unit_offset": True,

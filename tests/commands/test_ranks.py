@@ -225,7 +225,7 @@ class Ranks(RunFolder):
         with open(self.path("two.json"), encoding="utf-8") as file:
             config = json.load(file)
         config["checkpoint"]["folder"] = self.path("spikes")
-        config["training"].update(steps=STEPS, spike_window=2, spike_sigma=0.001)
+        config["training"].update(steps=STEPS, spike_window=2)
         with open(self.path("spikes.json"), "w", encoding="utf-8") as file:
             json.dump(config, file)
         program = [PROGRAM, "--threads", "1", "train", self.path("spikes.json")]

@@ -19,7 +19,6 @@ VARIANTS = {
        ("fp32", "bf16", "fp8_linear", "fp8_block", "coat_activation", "coat_optimizer", "coat", "parka")},
     "bf16_sr": ("bf16", {"master": "bf16_sr", "states": "bf16"}),
     "fp24_split": ("parka", {"master": "fp24_split"}),
-    "e5m2_states": ("coat", {"exp_avg_sq_format": "e5m2", "gradient": "bf16"}),
     "fp8_first_moment": ("parka", {"exp_avg_sq_format": "bf16"}),
     "fp8_states": ("bf16", {"states": "fp8", "master": "fp32_split"}),
     "offloaded_states": ("parka", {"master": "fp32", "offload": True}),

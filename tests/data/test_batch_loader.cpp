@@ -198,7 +198,6 @@ TEST_CASE("batches that cannot be made are refused at once", "[data][batch_loade
       {{.global_batch = 0, .micro_batch = 1}, "training.global_batch_size 0 is not"},
       {{.global_batch = 4, .micro_batch = 0}, "training.micro_batch_size 0"},
       {{.global_batch = 4, .micro_batch = int64_t{1} << 62, .world_size = 4}, "is not a positive multiple"},
-      {{.prefetch = 0}, "data.prefetch_batches is 0"},
       {{.seed = -1}, "data.seed is -1"},
       {{.start = {0, 24}}, "cannot continue at sequence 24 of epoch 0: the data has 23 sequences"},
   }));

@@ -80,7 +80,7 @@ inline void check_same_at_every_stage(const LoadedCheckpoint& base, int64_t last
     Config config = config_of(stage);
     config.optimizer.clip_norm = 0;
     config.optimizer.release_gradients = releases;
-    config.reliability = {.replay_interval = 1, .state_interval = 1, .replica_interval = 1};
+    config.reliability = {.replay_interval = 1, .state_interval = 1};
     std::vector<double> all;
     ThreadRanks(2).run([&](Communicator& communicator) {
       const auto device = make_cpu_device();

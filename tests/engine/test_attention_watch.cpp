@@ -79,10 +79,9 @@ TEST_CASE("three reports in a row below half of the limit lift the warning, and 
   CHECK(raised->raised);
 }
 
-TEST_CASE("without a limit, and of reports without a finite imbalance, nothing is said", "[engine][telemetry]") {
-  AttentionWatch never(0), watch(0.01);
+TEST_CASE("of reports without a finite imbalance nothing is said", "[engine][telemetry]") {
+  AttentionWatch watch(0.01);
   for (int i = 0; i < 5; ++i) {
-    CHECK(!never.add(blocks({1.0f})));
     CHECK(!watch.add({}));
     CHECK(!watch.add(blocks({std::numeric_limits<float>::quiet_NaN()})));
   }

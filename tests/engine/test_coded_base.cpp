@@ -78,7 +78,7 @@ TEST_CASE("ranks beside codes train as one, at the ZeRO stages that keep weights
       Config config = with_adapters(base_config(folder, recipe, stage, 2), base);
       config.optimizer.clip_norm = 0;
       config.optimizer.release_gradients = releases;
-      config.reliability = {.replay_interval = 1, .state_interval = 1, .replica_interval = 1};
+      config.reliability = {.replay_interval = 1, .state_interval = 1};
       std::vector<double> all;
       ThreadRanks(static_cast<int>(ranks)).run([&](Communicator& communicator) {
         const auto device = make_cpu_device();

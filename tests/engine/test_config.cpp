@@ -244,7 +244,6 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"save_silu", row.save_silu},
                                  {"save_product", row.save_product},
                                  {"weight_copies", "auto"},
-                                 {"fast_weight_gradient", false},
                                  {"recompute", "none"},
                                  {"offload_blocks", 0},
                                  {"offload_weights", false},

@@ -48,16 +48,6 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
       {[](Config& c) { c.model.num_heads = 128; }, "model.d_model / model.num_heads = 1 is odd"},
       {[](Config& c) { c.model.given_head_dim = 7; }, "model.head_dim = 7 is odd"},
       {[](Config& c) {
-         c.model.rope_scaling.kind = RopeScalingKind::kLlama3;
-         c.model.rope_scaling.low_frequency_factor = 4;
-       },
-       "model.rope_scaling.low_frequency_factor = 4 is not less than high_frequency_factor = 4"},
-      {[](Config& c) {
-         c.model.rope_scaling.kind = RopeScalingKind::kYarn;
-         c.model.rope_scaling.beta_slow = 33;
-       },
-       "model.rope_scaling.beta_slow = 33 is more than beta_fast = 32"},
-      {[](Config& c) {
          c.model.rope_scaling.kind = RopeScalingKind::kYarn;
          c.model.rope_theta = 1;
        },
@@ -255,11 +245,6 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
        "evaluation.sets: \"c.npy\" is not of the form NAME=FILE"},
       {[](Config& c) { c.evaluation.sets = {"=b.npy"}; }, "evaluation.sets: \"=b.npy\" is not of the form"},
       {[](Config& c) { c.evaluation.sets = {"b="}; }, "evaluation.sets: \"b=\" is not of the form"},
-      {[](Config& c) {
-         c.optimizer.clip_norm = c.optimizer.clip_warmup_factor = 1e20;
-         c.optimizer.clip_warmup_steps = 1;
-       },
-       "optimizer.clip_norm * clip_warmup_factor = 1e+40 is more than a 32-bit float can hold"},
       {[](Config& c) { c.optimizer.lr = std::nan(""); }, "optimizer.lr: nan is out of range"},
       {[](Config& c) { c.precision.compute = DType::kE4M3; }, "precision.compute: not valid; allowed: fp32, bf16"},
       {[](Config& c) { c.model.num_heads = 0; }, "model.num_heads: 0 is out of range"},

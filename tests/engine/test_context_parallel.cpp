@@ -154,10 +154,7 @@ TEST_CASE("shared sequences go with documents, windows, norms of heads, and what
          c.training.global_batch_size = 2;
          c.training.micro_batch_size = 2;
        }},
-      {"checks in each step",
-       [](Config& c) {
-         c.reliability.replay_interval = c.reliability.state_interval = c.reliability.replica_interval = 1;
-       }},
+      {"checks in each step", [](Config& c) { c.reliability.replay_interval = c.reliability.state_interval = 1; }},
   };
   for (const Case& c : cases) {
     const TemporaryFolder folder;

@@ -82,9 +82,6 @@ TEST_CASE("heads that are too wide for a GPU are refused before there is one", "
   CHECK(refused(config, DeviceKind::kCuda) == "model.vision.width / model.vision.num_heads = 514" + wide);
   config.model.vision.tower.kind = TowerKind::kNone;  // whose other keys mean nothing
   CHECK(refused(config, DeviceKind::kCuda).empty());
-
-  config.finetune = {.method = FinetuneMethod::kQst, .side_head_dim = 514};
-  CHECK(refused(config, DeviceKind::kCuda) == "finetune.side_head_dim = 514" + wide);
 }
 
 TEST_CASE("a tuning file of the training is no condition to use its checkpoint", "[engine][tuning]") {

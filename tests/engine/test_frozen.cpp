@@ -258,10 +258,10 @@ bool is_null(const nlohmann::ordered_json& value) {
 TEST_CASE("telemetry and checks for corruption change no bit with frozen parameters", "[engine][frozen]") {
   const TemporaryFolder folder;
   Config config = config_for(folder, "parka", kFrozen[0]);
-  config.reliability = {.replay_interval = 0, .state_interval = 0, .replica_interval = 0};
+  config.reliability = {.replay_interval = 0, .state_interval = 0};
   const Outcome plain = train(config, 1);
   config.telemetry.interval = 1;
-  config.reliability = {.replay_interval = 1, .state_interval = 1, .replica_interval = 1};
+  config.reliability = {.replay_interval = 1, .state_interval = 1};
   check_same(train(config, 1), plain);
   config.telemetry.interval = 0;
   config.optimizer.release_gradients = true;

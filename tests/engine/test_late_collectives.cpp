@@ -42,7 +42,6 @@ TEST_CASE("collectives that are late do not change a bit of any stage", "[engine
       config.reliability.state_interval = 1;
       check_late(config, 2);
       if (stage > 0) config.distributed.shard_size = 2;  // two copies of the model
-      config.reliability.replica_interval = 1;
       check_late(config, 4);
     }
   }

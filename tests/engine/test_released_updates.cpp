@@ -196,9 +196,9 @@ TEST_CASE("checks for corruption change no bit of released gradients, and watch 
     CAPTURE(ranks, stage);
     const TemporaryFolder folder;
     Config config = released(config_for(folder, "parka", stage, true, ranks));
-    config.reliability = {.replay_interval = 0, .state_interval = 0, .replica_interval = 0};
+    config.reliability = {.replay_interval = 0, .state_interval = 0};
     const Outcome plain = train(config, ranks);
-    config.reliability = {.replay_interval = 1, .state_interval = 1, .replica_interval = 1};
+    config.reliability = {.replay_interval = 1, .state_interval = 1};
     check_same(train(config, ranks), plain);
   }
 }

@@ -198,7 +198,6 @@ TEST_CASE("settings of side networks without meaning are refused by name", "[eng
   };
   CHECK(refused([](Config&) {}).empty());
   CHECK(refused([](Config& c) { c.optimizer.frozen = {"head"}; }).starts_with("optimizer.frozen has no meaning"));
-  CHECK(refused([](Config& c) { c.finetune.side_head_dim = 5; }).starts_with("finetune.side_head_dim = 5 is odd"));
   CHECK(refused([](Config& c) {
           c.finetune.kept = Storage::kFp8;
           c.finetune.downsample = Downsampling::kMaxPool;

@@ -409,8 +409,7 @@ TEST_CASE("a step that is a spike changes nothing, in a resumed run too", "[engi
   const TemporaryFolder folder;
   const auto device = make_cpu_device();
   Config config = tiny_config(folder.path().string(), "parka");
-  config.training.spike_window = 4;
-  config.training.spike_sigma = 0.25;  // a spike every few steps
+  config.training.spike_window = 2;  // a spike every few steps
   TrainingRun run(config, *device, alone()), restored(config, *device, alone());
   run.initialize();
   int skipped = 0;

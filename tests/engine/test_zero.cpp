@@ -343,7 +343,6 @@ TEST_CASE("masters and moments in host memory do not change a bit of any stage",
         const TemporaryFolder folder;
         Config config = config_for(folder, recipe, stage);
         config.reliability.state_interval = 1;
-        config.reliability.replica_interval = 2;
         const Outcome plain = train(config, ranks);
         config.optimizer.offload = true;
         const Outcome offloaded = train(config, ranks);
@@ -377,7 +376,7 @@ TEST_CASE("linear weights in host memory do not change a bit of any stage", "[en
         Config with = config;
         with.precision.weight_copies = copies;
         with.precision.offload_weights = true;
-        with.reliability.state_interval = with.reliability.replica_interval = 1;
+        with.reliability.state_interval = 1;
         // Evaluates before the second step, too.
         const BeforeStep evaluate = [](TrainingRun& run, int step) {
           if (step == 1) run.evaluate(run.data());

@@ -22,7 +22,6 @@ RECIPES = {
     **{recipe: (recipe, {}) for recipe in
        ("fp32", "bf16", "fp8_linear", "fp8_block", "coat_activation", "coat_optimizer", "coat", "parka")},
     "bf16_sr": ("bf16", {"master": "bf16_sr", "states": "bf16"}),
-    "e5m2_states": ("coat", {"exp_avg_sq_format": "e5m2", "gradient": "bf16"}),
     "fp8_states": ("bf16", {"states": "fp8", "master": "fp32_split"}),
 }
 # Ranks, ZeRO stage, shard size.
@@ -103,7 +102,7 @@ def sharded_cases():
     kinds = (("olmo", "parka"), ("llama", "parka"), ("llama", "bf16"), ("olmo", "coat"))
     cases = [sharded(family, recipe, sharding) for family, recipe in kinds for sharding in SHARDINGS]
     stage3 = (4, 3, 0)
-    cases += [sharded("olmo", recipe, stage3) for recipe in ("fp32", "fp8_block", "bf16_sr", "e5m2_states", "fp8_states")]
+    cases += [sharded("olmo", recipe, stage3) for recipe in ("fp32", "fp8_block", "bf16_sr", "fp8_states")]
     for copies in ("both", "rows", "none"):
         cases.append(sharded("llama", "parka", stage3, f".weight_copies_{copies}", {"precision": {"weight_copies": copies}},
                              same_as="llama.parka.ranks4.zero3"))

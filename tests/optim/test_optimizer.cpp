@@ -200,27 +200,26 @@ TEST_CASE("state() names every tensor with its dtype and shape", "[optim][optimi
       names.push_back(tensor.name + " " + describe(tensor.view));
     return names;
   };
-  OptimizerConfig mixed = config_of(StateFormat::kFp8Expanded, MasterForm::kFp32Split);
-  mixed.exp_avg_sq_format = DType::kE5M2;
+  const OptimizerConfig mixed = config_of(StateFormat::kFp8Expanded, MasterForm::kFp32Split);
   CHECK(described(mixed) == std::vector<std::string>{"first.master uint16 [150]",
                                                      "first.exp_avg e4m3 [150]",
                                                      "first.exp_avg.amax fp32 [2]",
                                                      "first.exp_avg.exponent uint8 [2]",
-                                                     "first.exp_avg_sq e5m2 [150]",
+                                                     "first.exp_avg_sq e4m3 [150]",
                                                      "first.exp_avg_sq.amax fp32 [2]",
                                                      "first.exp_avg_sq.exponent uint8 [2]",
                                                      "norm.master uint16 [7]",
                                                      "norm.exp_avg e4m3 [7]",
                                                      "norm.exp_avg.amax fp32 [1]",
                                                      "norm.exp_avg.exponent uint8 [1]",
-                                                     "norm.exp_avg_sq e5m2 [7]",
+                                                     "norm.exp_avg_sq e4m3 [7]",
                                                      "norm.exp_avg_sq.amax fp32 [1]",
                                                      "norm.exp_avg_sq.exponent uint8 [1]",
                                                      "last.master uint16 [645]",
                                                      "last.exp_avg e4m3 [645]",
                                                      "last.exp_avg.amax fp32 [6]",
                                                      "last.exp_avg.exponent uint8 [6]",
-                                                     "last.exp_avg_sq e5m2 [645]",
+                                                     "last.exp_avg_sq e4m3 [645]",
                                                      "last.exp_avg_sq.amax fp32 [6]",
                                                      "last.exp_avg_sq.exponent uint8 [6]"});
   OptimizerConfig first_alone = config_of(StateFormat::kFp8Expanded, MasterForm::kBf16Sr);
@@ -269,7 +268,6 @@ TEST_CASE("step follows AdamW in double: clipping, decay of decayed parameters o
   config.eps = 1e-8;
   config.clip_norm = 0.02;  // below the norm of about 0.03 after the warm-up of the limit
   config.clip_warmup_steps = 10;
-  config.clip_warmup_factor = 10;
   TestRun run(config);
   run.initialize(1);
   const size_t num_parameters = run.optimizer.parameters().size();
@@ -341,7 +339,6 @@ TEST_CASE("released gradients are clipped by the norm of the step before", "[opt
   TestRun plain(config, table);
   config.clip_norm = 0.03;  // norms are about 0.03, 0.06 and 0.09
   config.clip_warmup_steps = 3;
-  config.clip_warmup_factor = 2;
   config.release_gradients = true;
   TestRun released(config, table), resumed(config, table);
   plain.initialize(1);
@@ -359,7 +356,7 @@ TEST_CASE("released gradients are clipped by the norm of the step before", "[opt
   float squares = 0;  // of the step before
   int num_clipped = 0;
   for (int64_t t = 1; t <= 9; ++t) {
-    const float scale = 1e-3f * static_cast<float>(t % 3 + 1), limit = t <= 3 ? 0.06f : 0.03f;
+    const float scale = 1e-3f * static_cast<float>(t % 3 + 1), limit = t <= 3 ? 0.3f : 0.03f;
     const float coefficient = std::min(1.0f, limit / (std::sqrt(squares) + 1e-6f));
     num_clipped += coefficient < 1;
     double sum = 0;
@@ -385,7 +382,7 @@ TEST_CASE("released gradients are clipped by the norm of the step before", "[opt
     if (t >= 6) CHECK(resumed.bytes() == plain.bytes());
     squares = static_cast<float>(result.grad_norm * result.grad_norm);
   }
-  CHECK((num_clipped >= 4 && num_clipped <= 8));
+  CHECK((num_clipped >= 3 && num_clipped <= 6));
 }
 
 TEST_CASE("hazard: a released gradient that is not finite reaches its weights or those of later units",

@@ -93,16 +93,6 @@ json without_unused_keys(json config) {
   return config;
 }
 
-// Keys of earlier versions whose values all meant the same bits, which configs may not give any more.
-json without_removed_keys(json config) {
-  if (!config.is_object()) return config;
-  for (const auto& [section, key] :
-       {std::pair("precision", "weight_copies_blocks"), {"distributed", "gathered_blocks"}}) {
-    if (config.contains(section) && config[section].is_object()) config[section].erase(key);
-  }
-  return config;
-}
-
 // Keys of precision that a run's version did not have yet, as it computed: without them. Recipes may set them by
 // now.
 json with_values_of_its_version(json config) {

@@ -94,7 +94,6 @@ void check_head_dims(const Config& config, DeviceKind device) {
     const TowerConfig& tower = model.vision.tower;
     check("model.vision.width / model.vision.num_heads", tower.width / tower.num_heads);
   }
-  check("finetune.side_head_dim", config.finetune.side_rules().head_dim);
 }
 
 std::unique_ptr<Device> make_untuned_device(const Config& config, int gpu) {

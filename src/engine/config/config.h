@@ -29,7 +29,6 @@ struct DataConfig {
   int64_t document_start = -1;
   int64_t document_end = -1;
   bool checksum = false;
-  int64_t prefetch_batches = 4;
   int64_t images_per_sequence = 0;
   std::string tokenizer = {};
 
@@ -78,9 +77,6 @@ struct DataConfig {
           "Read all training files once at the start and keep their checksums in checkpoints, so that resuming "
           "detects any change; false: compare only names, sizes, beginnings and ends",
           kNoEffect);
-    visit("prefetch_batches", prefetch_batches,
-          "Micro-batches that the loader thread keeps ready, at least those of a step", IntegerRange{1, 65536},
-          kNoEffect);
     visit("images_per_sequence", images_per_sequence,
           "With model.vision.tower: for how many images of each sequence there is room, which every micro-batch "
           "computes, blank where there are fewer",
@@ -105,9 +101,7 @@ struct TrainingConfig {
   int64_t eval_interval = 0;
   int64_t eval_sequences = 0;
   NonFinitePolicy non_finite = NonFinitePolicy::kStop;
-  int64_t max_skipped_steps = 10;
   int64_t spike_window = 0;
-  double spike_sigma = 6.0;
   int64_t log_interval = 1;
   int64_t logits_chunk_tokens = 4096;
 
@@ -130,16 +124,12 @@ struct TrainingConfig {
           kNoEffect);
     visit("eval_sequences", eval_sequences,
           "Held-out sequences per evaluation, spread evenly over the files; 0: all", IntegerRange{}, kNoEffect);
-    visit("non_finite", non_finite, "NaN or Inf in loss or gradients: stop (exit code 3), or skip the step",
-          kNoEffect);
-    visit("max_skipped_steps", max_skipped_steps, "With non_finite = skip: stop after this many skips in a row",
-          IntegerRange{1}, kNoEffect);
+    visit("non_finite", non_finite,
+          "NaN or Inf in loss or gradients: stop (exit code 3), or skip the step, but for ten in a row", kNoEffect);
     visit("spike_window", spike_window,
           "Skip the update of a step whose loss or gradient norm exceeds the mean of so many steps before it by "
-          "spike_sigma standard deviations; the first half window is not judged; 0: off (OLMo 2: 128)",
+          "six standard deviations; the first half window is not judged; 0: off (OLMo 2: 128)",
           IntegerRange{0, 65536}, kHashed);
-    visit("spike_sigma", spike_sigma, "Standard deviations above the mean that make a spike", RealRange{1e-3},
-          kHashed);
     visit("log_interval", log_interval, "Steps between progress lines; metrics are written for every step",
           IntegerRange{1}, kNoEffect);
     visit("logits_chunk_tokens", logits_chunk_tokens,
@@ -164,7 +154,6 @@ struct FinetuneConfig {
   std::vector<std::string> targets = {"q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"};
   int64_t reduction = 16;
   Downsampling downsample = Downsampling::kAdapter;
-  int64_t side_head_dim = 0;
   SideMix mix = SideMix::kAdditive;
   Storage kept = Storage::kCompute;
 
@@ -208,9 +197,6 @@ struct FinetuneConfig {
         "qst: how a side layer reads what a frozen one hands on: linear; lora: by two factors; adapter: with SiLU "
         "between them; max_pool or avg_pool: groups of `reduction` numbers, without weights",
         kModelField);
-    visit("side_head_dim", side_head_dim,
-          "qst: width of a head of the side network, even; 0 means 64, or the side network's width if that is less",
-          IntegerRange{0, kMaxDimension}, kModelField);
     visit("mix", mix,
           "qst: how the side network's output joins the model's: additive: n + u, where u begins at 0; paper: "
           "a n + (1 - a) u, where a is learnt and begins at 1",
@@ -255,7 +241,6 @@ struct CheckpointConfig {
 
 struct TelemetryConfig {
   int64_t interval = 0;
-  double imbalance_limit = 0.01;
 
   bool operator==(const TelemetryConfig&) const = default;
 
@@ -265,12 +250,6 @@ struct TelemetryConfig {
           "Steps between reports of the quantization error of each kind of FP8 tensor and of attention, see "
           "docs/telemetry.md; 0: never. Does not change a bit of the training",
           IntegerRange{}, kNoEffect);
-    visit(
-        "imbalance_limit", imbalance_limit,
-        "Warn where the gradients of attention's scores, which add up to zero in each row, are off by more than "
-        "this in three reports in a row, with model.qk_norm by more than ten times this, see docs/telemetry.md; 0: "
-        "never",
-        RealRange{}, kNoEffect);
   }
 };
 
@@ -322,7 +301,6 @@ struct DistributedConfig {
 struct ReliabilityConfig {
   int64_t replay_interval = 500;
   int64_t state_interval = 100;
-  int64_t replica_interval = 100;
 
   bool operator==(const ReliabilityConfig&) const = default;
 
@@ -333,12 +311,8 @@ struct ReliabilityConfig {
           "never. Does not change a bit of the training",
           IntegerRange{}, kNoEffect);
     visit("state_interval", state_interval,
-          "Steps between checks that weights and optimizer states do not change between two updates; also before "
-          "each save; 0: never",
-          IntegerRange{}, kNoEffect);
-    visit("replica_interval", replica_interval,
-          "Steps between comparisons of weights and optimizer states that several ranks hold; also before each "
-          "save; 0: never",
+          "Steps between checks that weights and optimizer states do not change between two updates, and are the "
+          "same on all ranks that hold them; also before each save; 0: never",
           IntegerRange{}, kNoEffect);
   }
 };

@@ -22,15 +22,7 @@ RopeScalingConfig used_keys(const RopeScalingConfig& s) {
   used.factor = s.factor;
   if (s.kind == RopeScalingKind::kLinear) return used;
   used.original_length = s.original_length;
-  if (s.kind == RopeScalingKind::kLlama3) {
-    used.low_frequency_factor = s.low_frequency_factor;
-    used.high_frequency_factor = s.high_frequency_factor;
-    return used;
-  }
-  used.beta_fast = s.beta_fast;
-  used.beta_slow = s.beta_slow;
-  used.attention_factor = s.attention_factor;
-  used.truncate = s.truncate;
+  if (s.kind == RopeScalingKind::kYarn) used.attention_factor = s.attention_factor;
   return used;
 }
 
@@ -52,7 +44,6 @@ FinetuneConfig used_keys(const FinetuneConfig& f) {
   }
   used.reduction = f.reduction;
   used.downsample = f.downsample;
-  used.side_head_dim = f.side_head_dim;
   used.mix = f.mix;
   used.kept = f.kept;
   if (f.downsample == Downsampling::kLora || f.downsample == Downsampling::kAdapter) used.rank = f.rank;
@@ -71,10 +62,7 @@ Config canonical(const Config& config) {
   c.model.rope_scaling = used_keys(c.model.rope_scaling);
   if (c.model.init != InitKind::kNormal) c.model.init_std = defaults.model.init_std;
   c.finetune = used_keys(c.finetune);
-  if (!is_float8(c.optimizer.states)) {
-    c.optimizer.exp_avg_format = defaults.optimizer.exp_avg_format;
-    c.optimizer.exp_avg_sq_format = defaults.optimizer.exp_avg_sq_format;
-  }
+  if (!is_float8(c.optimizer.states)) c.optimizer.exp_avg_sq_format = defaults.optimizer.exp_avg_sq_format;
   // The value on several GPUs: one has nothing to divide.
   c.precision.weight_copies = kept_copies(c.precision, make_zero(c.distributed.zero_stage, 0, 2), c.finetune.base);
   c.precision.sampled_amax = Formats(c.precision).samples_gradient_amax;

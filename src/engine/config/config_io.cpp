@@ -27,12 +27,30 @@ constexpr std::string_view kSchemaKey = "$schema";  // for editors
 struct RemovedKey {
   std::string_view path;
   std::string_view value;  // as JSON
+  bool is_free = false;    // other values meant the same bits, so a checkpoint may have had any
 };
 constexpr RemovedKey kRemovedKeys[] = {
-    {"distributed.gathered_blocks", "2"},           {"precision.attention_output", R"("compute")"},
-    {"precision.attention_scores", R"("compute")"}, {"precision.fast_forward", "true"},
-    {"precision.fast_input_gradient", "true"},      {"precision.forward_format", R"("e4m3")"},
-    {"precision.weight_copies_blocks", "0"},
+    {"data.prefetch_batches", "4", true},
+    {"distributed.gathered_blocks", "2", true},
+    {"finetune.side_head_dim", "0"},
+    {"model.rope_scaling.beta_fast", "32.0"},
+    {"model.rope_scaling.beta_slow", "1.0"},
+    {"model.rope_scaling.high_frequency_factor", "4.0"},
+    {"model.rope_scaling.low_frequency_factor", "1.0"},
+    {"model.rope_scaling.truncate", "true"},
+    {"optimizer.clip_warmup_factor", "10.0"},
+    {"optimizer.exp_avg_format", R"("e4m3")"},
+    {"precision.attention_output", R"("compute")"},
+    {"precision.attention_scores", R"("compute")"},
+    {"precision.fast_forward", "true"},
+    {"precision.fast_input_gradient", "true"},
+    {"precision.fast_weight_gradient", "false"},
+    {"precision.forward_format", R"("e4m3")"},
+    {"precision.weight_copies_blocks", "0", true},
+    {"reliability.replica_interval", "100", true},
+    {"telemetry.imbalance_limit", "0.01", true},
+    {"training.max_skipped_steps", "10", true},
+    {"training.spike_sigma", "6.0"},
 };
 
 const RemovedKey* find_removed(std::string_view path) {
@@ -255,6 +273,14 @@ Config parse_config(const json& root, std::string_view source) { return ConfigRe
 Config override_config(json root, const std::vector<std::string>& overrides, const std::string& source) {
   std::set<std::string> overridden = apply_overrides(root, overrides, source);
   return ConfigReader(source, std::move(overridden)).read(root);
+}
+
+json without_removed_keys(json config) {
+  for (const RemovedKey& key : kRemovedKeys) {
+    const auto section = config.is_object() ? config.find(section_of(key.path)) : config.end();
+    if (key.is_free && section != config.end() && section->is_object()) section->erase(key_of(key.path));
+  }
+  return config;
 }
 
 std::string config_file(const std::string& path) {

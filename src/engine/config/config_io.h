@@ -27,6 +27,10 @@ Config load_config(const std::string& path, const std::vector<std::string>& over
 // parse_config with overrides as above.
 Config override_config(nlohmann::json root, const std::vector<std::string>& overrides, const std::string& source);
 
+// A checkpoint's config without keys of earlier versions whose values all meant the same bits, which configs may
+// not give any more.
+nlohmann::json without_removed_keys(nlohmann::json config);
+
 // Every key with its value, independent of recipe and defaults. parse_config of it gives the same Config.
 nlohmann::ordered_json to_json(const Config& config);
 

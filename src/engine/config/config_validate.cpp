@@ -61,23 +61,10 @@ void check_norms(const ModelConfig& m) {
 }
 
 void check_rope_scaling(const ModelConfig& m) {
-  const RopeScalingConfig& s = m.rope_scaling;
-  if (s.kind == RopeScalingKind::kLlama3 && s.low_frequency_factor >= s.high_frequency_factor) {
-    throw_bad_input(
-        "model.rope_scaling.low_frequency_factor = {} is not less than high_frequency_factor = {}; change one of "
-        "them",
-        s.low_frequency_factor, s.high_frequency_factor);
-  }
-  if (s.kind != RopeScalingKind::kYarn) return;
-  if (s.beta_slow > s.beta_fast) {
-    throw_bad_input("model.rope_scaling.beta_slow = {} is more than beta_fast = {}; change one of them",
-                    s.beta_slow, s.beta_fast);
-  }
-  if (m.rope_theta <= 1) {
-    throw_bad_input(
-        "model.rope_scaling.kind = yarn needs frequencies that differ, so model.rope_theta = {} to be more than 1",
-        m.rope_theta);
-  }
+  if (m.rope_scaling.kind != RopeScalingKind::kYarn || m.rope_theta > 1) return;
+  throw_bad_input(
+      "model.rope_scaling.kind = yarn needs frequencies that differ, so model.rope_theta = {} to be more than 1",
+      m.rope_theta);
 }
 
 void check_window(const ModelConfig& m) {
@@ -360,15 +347,6 @@ void check_offloaded_weights(const Config& c) {
   }
 }
 
-void check_clipping(const OptimizerConfig& o) {
-  if (o.clip_warmup_steps == 0 || o.clip_norm * o.clip_warmup_factor <= double{std::numeric_limits<float>::max()})
-    return;
-  throw_bad_input(
-      "optimizer.clip_norm * clip_warmup_factor = {:.3g} is more than a 32-bit float can hold; make one of them "
-      "smaller",
-      o.clip_norm * o.clip_warmup_factor);
-}
-
 void check_parameter_rules(const OptimizerConfig& o) {
   if (o.lr_factors.size() == o.lr_patterns.size()) return;
   throw_bad_input("optimizer.lr_factors has {} numbers, but lr_patterns has {} entries; give one for each",
@@ -521,7 +499,6 @@ void validate(const Config& config) {
   check_kept_activations(config.model, config.precision);
   check_compute(config.precision, config.optimizer);
   check_offloaded_weights(config);
-  check_clipping(config.optimizer);
   check_spike_window(config.training);
   check_release(config.optimizer, config.training);
   check_schedule(config.optimizer.schedule, config.training.steps);

@@ -59,10 +59,6 @@ void check_side(const Config& c) {
     throw_bad_input(
         "optimizer.frozen has no meaning with finetune.method = qst, which trains the side network alone; remove it");
   }
-  if (c.finetune.side_head_dim % 2 != 0) {
-    throw_bad_input("finetune.side_head_dim = {} is odd, and pairs of numbers are rotated; use an even one",
-                    c.finetune.side_head_dim);
-  }
   if (c.finetune.kept == Storage::kFp8 && is_pool(c.finetune.downsample)) {
     throw_bad_input(
         "finetune.kept = fp8 has no meaning with finetune.downsample = {}, which keeps nothing; use kept = compute",
@@ -119,7 +115,11 @@ LoraRules FinetuneConfig::lora_rules() const {
 
 SideRules FinetuneConfig::side_rules() const {
   if (method != FinetuneMethod::kQst) return {};
-  return {reduction, downsample, rank, side_head_dim, mix, kept == Storage::kFp8};
+  return {.reduction = reduction,
+          .downsample = downsample,
+          .rank = rank,
+          .mix = mix,
+          .keeps_fp8 = kept == Storage::kFp8};
 }
 
 ParameterRules Config::parameter_rules() const {

@@ -68,6 +68,11 @@ double yarn_attention_factor(const Reader& rope, double factor) {
   return (0.1 * of_factor * std::log(factor) + 1) / (0.1 * of_all * std::log(factor) + 1);
 }
 
+// All published models have it.
+void require_usual(const Reader& rope, const char* key, double given, double usual) {
+  if (given != usual) rope.fail("{} = {} is not supported; {} is", key, given, usual);
+}
+
 void read_rope_scaling(const Reader& rope, int64_t max_positions, RopeScalingConfig& scaling) {
   if (rope.number("partial_rotary_factor", 1.0) != 1) {
     rope.fail("partial_rotary_factor = {} is not supported; 1 is", rope.number("partial_rotary_factor"));
@@ -77,18 +82,17 @@ void read_rope_scaling(const Reader& rope, int64_t max_positions, RopeScalingCon
   scaling.factor = rope.number("factor");
   if (scaling.kind == RopeScalingKind::kLinear) return;
   if (scaling.kind == RopeScalingKind::kLlama3) {
-    scaling.low_frequency_factor = rope.number("low_freq_factor");
-    scaling.high_frequency_factor = rope.number("high_freq_factor");
+    require_usual(rope, "low_freq_factor", rope.number("low_freq_factor"), scaling.low_frequency_factor);
+    require_usual(rope, "high_freq_factor", rope.number("high_freq_factor"), scaling.high_frequency_factor);
     scaling.original_length = rope.integer("original_max_position_embeddings");
     return;
   }
-  const RopeScaling usual;  // transformers takes 0 for an absent key here
-  scaling.beta_fast = rope.number("beta_fast", 0.0);
-  if (scaling.beta_fast == 0) scaling.beta_fast = usual.beta_fast;
-  scaling.beta_slow = rope.number("beta_slow", 0.0);
-  if (scaling.beta_slow == 0) scaling.beta_slow = usual.beta_slow;
+  for (const auto& [key, usual] : {std::pair("beta_fast", scaling.beta_fast), {"beta_slow", scaling.beta_slow}}) {
+    const double given = rope.number(key, 0.0);
+    if (given != 0) require_usual(rope, key, given, usual);  // transformers takes 0 for an absent key here
+  }
+  if (!rope.flag("truncate", true)) rope.fail("truncate = false is not supported; true is");
   scaling.attention_factor = yarn_attention_factor(rope, scaling.factor);
-  scaling.truncate = rope.flag("truncate", true);
   scaling.original_length = rope.integer("original_max_position_embeddings", max_positions);
 }
 
@@ -162,7 +166,6 @@ void read_rope_of_types(const Reader& config, const std::string& where, const Hu
   const Reader of_full(full, fmt::format("{}: {}", where, kFull));
   model.rope_theta = of_full.number("rope_theta", theta);
   read_rope_scaling(of_full, read.max_positions, model.rope_scaling);
-  model.rope_scaling.truncate = true;  // transformers does not look for it there
   read_local_rope(config, fmt::format("{}: {}", where, kWindowed), local, theta, family, model);
 }
 
@@ -213,7 +216,6 @@ json rope_scaling_of(const RopeScalingConfig& scaling) {
   written["beta_fast"] = scaling.beta_fast;
   written["beta_slow"] = scaling.beta_slow;
   if (scaling.attention_factor > 0) written["attention_factor"] = scaling.attention_factor;
-  if (!scaling.truncate) written["truncate"] = false;
   return written;
 }
 

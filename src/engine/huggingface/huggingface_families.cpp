@@ -262,7 +262,6 @@ ModelConfig read_back(const HuggingFaceFamily& family, const ModelConfig& model)
   if (family.full_attention_every > 0) {
     written.full_attention_every = model.full_attention_every;
     written.local_rope_theta = model.local_rope_theta;
-    written.rope_scaling.truncate = true;  // transformers has no key for it there
   }
   written.init = model.init;  // the weights are there
   written.init_std = model.init_std;

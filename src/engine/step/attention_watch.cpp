@@ -7,7 +7,7 @@
 namespace parka {
 
 AttentionWatch::AttentionWatch(const Config& config)
-    : AttentionWatch(config.telemetry.imbalance_limit * (config.model.qk_norm == QkNormKind::kNone ? 1 : 10)) {}
+    : AttentionWatch(config.model.qk_norm == QkNormKind::kNone ? 0.01 : 0.1) {}
 
 std::optional<AttentionWatch::Change> AttentionWatch::add(const std::vector<AttentionTotals>& blocks) {
   Change largest = {!raised_, -1, -1.0, limit_};
@@ -15,7 +15,7 @@ std::optional<AttentionWatch::Change> AttentionWatch::add(const std::vector<Atte
     const double of_block = imbalance(blocks[block]);
     if (of_block > largest.imbalance) largest = {!raised_, static_cast<int64_t>(block), of_block, limit_};
   }
-  if (limit_ == 0 || largest.block < 0) return std::nullopt;
+  if (largest.block < 0) return std::nullopt;
   const bool speaks_for = raised_ ? largest.imbalance < limit_ / 2 : largest.imbalance > limit_;
   in_a_row_ = speaks_for ? in_a_row_ + 1 : 0;
   if (in_a_row_ < kReports) return std::nullopt;
@@ -38,7 +38,7 @@ std::string warning_line(const AttentionWatch::Change& change, int64_t step) {
   }
   return fmt::format(
       "step {}: the gradients of attention's scores do not add up to zero: imbalance {:.3g} in block {} "
-      "(telemetry.imbalance_limit {:g}); such a run may follow a good one for long and then diverge: see "
+      "(more than {:g}); such a run may follow a good one for long and then diverge: see "
       "docs/telemetry.md",
       step, change.imbalance, change.block, change.limit);
 }

@@ -11,7 +11,7 @@
 
 namespace parka {
 
-// Warns of runs whose attention drifts (telemetry.imbalance_limit, docs/telemetry.md): raised when the largest
+// Warns of runs whose attention drifts (docs/telemetry.md): raised when the largest
 // imbalance of a block is above the limit in kReports reports in a row, and lifted when it is below half of the
 // limit in as many.
 class AttentionWatch {
@@ -27,13 +27,13 @@ class AttentionWatch {
 
   explicit AttentionWatch(double limit) : limit_(limit) {}
   // A norm of queries and keys bounds the scores, so that they do not grow where queries drift: with model.qk_norm
-  // the limit is ten times as high.
+  // the limit is ten times the usual 0.01.
   explicit AttentionWatch(const Config& config);
   // The blocks of a report, in the order of the steps. Reports without a finite imbalance do not count.
   std::optional<Change> add(const std::vector<AttentionTotals>& blocks);
 
  private:
-  double limit_;  // 0: never
+  double limit_;
   bool raised_ = false;
   int in_a_row_ = 0;  // reports that speak for a change
 };

@@ -36,9 +36,7 @@ class IntegrityChecks {
 
   bool replay_is_due(int64_t step) const { return is_due(config_.replay_interval, step); }
   bool state_is_due(int64_t step) const { return is_due(config_.state_interval, step); }
-  bool replicas_are_due(int64_t step) const { return is_due(config_.replica_interval, step); }
   bool watches_state() const { return config_.state_interval > 0; }
-  bool watches_replicas() const { return config_.replica_interval > 0; }
 
   // Queues the hashes of the tensors, each into the slot of its index, after clearing the table.
   void hash(Device& device, Table table, const std::vector<TensorView>& tensors) const;

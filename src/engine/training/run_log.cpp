@@ -83,9 +83,12 @@ std::string describe_bad_step(const StepReport& report, const Config& config) {
 
 }  // namespace
 
+// A model whose steps are not finite so often has diverged.
+constexpr int64_t kMostSkippedSteps = 10;
+
 bool ends_run(const Config& config, int64_t skipped_in_a_row) {
   return config.optimizer.release_gradients || config.training.non_finite == NonFinitePolicy::kStop ||
-         skipped_in_a_row >= config.training.max_skipped_steps;
+         skipped_in_a_row >= kMostSkippedSteps;
 }
 
 void throw_bad_step(const StepReport& report, const Config& config, int64_t skipped_in_a_row,
@@ -103,9 +106,7 @@ void throw_bad_step(const StepReport& report, const Config& config, int64_t skip
                                           "; set training.non_finite=skip to skip such steps");
   }
   throw Error(ExitCode::kNonFinite,
-              what +
-                  fmt::format("; {} steps in a row were skipped (training.max_skipped_steps)", skipped_in_a_row) +
-                  saved);
+              what + fmt::format("; {} steps in a row were skipped", skipped_in_a_row) + saved);
 }
 
 void log_skipped_step(const StepReport& report, const Config& config) {

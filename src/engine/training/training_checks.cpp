@@ -102,7 +102,7 @@ PendingComparison TrainingRun::compare_state() const {
 }
 
 void TrainingRun::after_update(UnfinishedStep& step) {
-  const bool compares = communicator_.size() > 1 && declared_.checks.replicas_are_due(completed_steps_);
+  const bool compares = communicator_.size() > 1 && declared_.checks.state_is_due(completed_steps_);
   const bool watches = state_is_watched_at(completed_steps_);
   if (watches || compares) hash_state(Table::kUpdated);
   if (watches) hashed_step_ = completed_steps_;
@@ -126,7 +126,7 @@ void TrainingRun::check_before_save(SnapshotForm form) {
   // What is staged by one rank is held against the hashes of the update where it is written.
   const bool has_updated =
       hashed_step_ == completed_steps_ && (communicator_.size() > 1 || form != SnapshotForm::kStaged);
-  const bool has_replicas = communicator_.size() > 1 && declared_.checks.watches_replicas();
+  const bool has_replicas = communicator_.size() > 1 && declared_.checks.watches_state();
   if (!has_updated && !has_replicas) return;
   hash_state(Table::kUnchanged);
   if (has_updated) compare_state().check(completed_steps_, place_);

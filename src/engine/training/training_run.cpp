@@ -45,7 +45,7 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
              {[&](int64_t bytes) { return communicator.allocate(device, bytes); },
               [&](void* memory) { communicator.release(device, memory); }}),
       bound_(config_, zero_, declared_, arena_, device, communicator),
-      spikes_(config.training.spike_window, config.training.spike_sigma) {
+      spikes_(config.training.spike_window) {
   place_ = fmt::format("rank {} ({})", communicator.rank(), device.name());
   watch_state();
   start_loader({});
@@ -64,7 +64,7 @@ void TrainingRun::start_loader(DataPosition position) {
                                 .world_size = config_.data_parallel(communicator_.size()),
                                 .slice_rank = communicator_.place_in(Peers::kContext),
                                 .num_slices = config_.distributed.context_parallel,
-                                .prefetch = std::max(config_.data.prefetch_batches, micro_batches_per_step()),
+                                .prefetch = std::max(int64_t{4}, micro_batches_per_step()),
                                 .images_per_sequence = config_.data.images_per_sequence,
                                 .start = position});
   position_ = position;
@@ -196,7 +196,7 @@ void TrainingRun::check_same_added(const LoadedCheckpoint& checkpoint, const Fin
     if (config_.finetune.side_rules() == saved.side_rules()) return;
     throw_bad_input(
         "{}: checkpoint.init_from has a side network of its own: go on with it, with its finetune.reduction, downsample, "
-        "rank, side_head_dim, mix and kept; or start from its base",
+        "rank, mix and kept; or start from its base",
         checkpoint.path());
   }
   const LoraRules ours = config_.finetune.lora_rules(), theirs = saved.lora_rules();

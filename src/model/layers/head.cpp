@@ -31,7 +31,6 @@ Head::Head(const ModelConfig& model, const ParameterTable& table, int64_t logits
       chunk_(std::min(scope.tokens(), logits_chunk_tokens)),
       weight_(table.head),
       is_fp8_(scope.formats().fp8_head),
-      fast_weight_gradient_(scope.precision().fast_weight_gradient),
       trains_weight_(table.is_trainable(weight_)),
       has_backward_below_(table.first_trained_unit < table.head_unit() || table.is_trainable(table.final_norm)),
       norm_(model.norm, model, table, "final_norm") {
@@ -169,8 +168,7 @@ void Head::chunk_backward_fp8(const StepContext& step, const Chunk& chunk, const
   gemm(step.device, {.a = first_rows(d_logits.transposed, vocab_size_),
                      .b = step.matrix(input_.transposed, width_, chunk.count),
                      .out = step.gradient(weight_),
-                     .accumulate = adds_to_gradient(step, chunk),
-                     .fast_accumulation = fast_weight_gradient_});
+                     .accumulate = adds_to_gradient(step, chunk)});
 }
 
 }  // namespace parka

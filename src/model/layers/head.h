@@ -66,7 +66,6 @@ class Head {
   int64_t chunk_;  // rows
   int weight_;
   bool is_fp8_;
-  bool fast_weight_gradient_;
   bool trains_weight_;
   bool has_backward_below_;  // of the norm, or of what is below it
   Norm norm_;

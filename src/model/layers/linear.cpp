@@ -40,7 +40,6 @@ Linear::Linear(const PrecisionConfig& precision, const ParameterTable& table, co
       trains_bias_(table.is_trainable(bias_)),
       is_fp8_(precision.gemm != GemmPrecision::kCompute && weight_ >= 0 &&
               table.all[static_cast<size_t>(weight_)].is_of_block()),
-      fast_weight_gradient_(precision.fast_weight_gradient),
       lora_scale_(table.lora_scale),
       dropout_(table.lora_dropout),
       dropout_seed_(table.dropout_seed) {
@@ -129,8 +128,7 @@ void Linear::weight_gradient(const StepContext& step, const GemmInput& d_out, co
     gemm(step.device, {.a = d_out.transposed,
                        .b = x.transposed,
                        .out = step.gradient(weight_),
-                       .accumulate = step.adds_to_gradients(),
-                       .fast_accumulation = fast_weight_gradient_});
+                       .accumulate = step.adds_to_gradients()});
   } else {
     gemm(step.device, {.a = d_out.row,
                        .b = x.row,

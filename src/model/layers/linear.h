@@ -96,8 +96,7 @@ class Linear {
   int bias_;  // -1: none
   bool trains_weight_, trains_bias_;
   bool is_fp8_;
-  bool fast_weight_gradient_;  // precision.fast_weight_gradient; other products always accumulate fast
-  int64_t rows_, cols_;        // N, K
+  int64_t rows_, cols_;  // N, K
   std::vector<Adapter> adapters_;
   int64_t rank_ = 0;
   float lora_scale_;
