@@ -17,7 +17,7 @@
 #include <vector>
 
 #include "bench/kernel_bench.h"
-#include "kernels/device/copy_bandwidth.h"
+#include "kernels/device/measuring_time.h"
 
 namespace parka::bench {
 namespace {

@@ -1,6 +1,6 @@
 #include "data/image_files.h"
 
-#include "data/image_batch.h"
+#include "data/batch_loader.h"
 #include "data/token_files.h"
 #include "data/xxh3.h"
 #include "engine/commands/data_statistics.h"

@@ -1,4 +1,4 @@
-#include "engine/planning/step_measurement.h"
+#include "engine/planning/step_model.h"
 
 #include "fuzz/target.h"
 

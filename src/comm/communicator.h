@@ -8,6 +8,7 @@
 #include "core/tensor.h"
 
 namespace parka {
+
 class Device;
 
 enum class Reduction { kSum, kMax };
@@ -112,5 +113,13 @@ void check_side_by_side(const TensorView& whole, const TensorView& part, int siz
 void check_exchanged(const TensorView& in, const TensorView& out, int size);
 // reduce_scatter with one rank, on the device's own stream.
 void reduce_alone(Device& device, const TensorView& in, const TensorView& out, Accumulation accumulation);
+
+class CollectiveCounter;
+class Transport;
+
+// Collectives of the ranks of `transport` for tensors on the CPU; they need Transport::connect_all(), agreement
+// does not. Sums are computed in fp32 in the order of ranks and rounded once, so every transport gives the same
+// bits. `counter` counts every collective. Both must outlive the result.
+std::unique_ptr<Communicator> make_host_communicator(Transport& transport, CollectiveCounter& counter);
 
 }  // namespace parka

@@ -5,6 +5,7 @@
 #include <condition_variable>
 #include <exception>
 #include <mutex>
+#include <system_error>
 #include <thread>
 #include <utility>
 #include <vector>
@@ -13,7 +14,6 @@
 
 #include "core/error.h"
 #include "core/log/log.h"
-#include "core/thread.h"
 
 namespace parka {
 namespace {
@@ -143,6 +143,17 @@ void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t
   }
   static WorkerPool pool(num_threads() - 1);
   pool.run(count, grain, body);
+}
+
+std::thread start_thread(std::string_view task, std::function<void()> body) {
+  try {
+    return std::thread(std::move(body));
+  } catch (const std::system_error& error) {
+    throw_bad_input(
+        "cannot start the thread that {}: {}; raise the limit of threads (ulimit -u, the pids limit of the "
+        "container or batch job) or give a smaller --threads",
+        task, error.code().message());
+  }
 }
 
 }  // namespace parka

@@ -1,4 +1,4 @@
-#include "core/thread.h"
+#include "core/parallel.h"
 
 #include <string>
 

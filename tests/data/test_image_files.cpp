@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "core/ignored_target.h"
-#include "data/image_batch.h"
+#include "data/batch_loader.h"
 #include "data/token_files.h"
 #include "tests/data/image_file_fixtures.h"
 #include "tests/support/catch.h"

@@ -1,4 +1,3 @@
-#include "data/mixture.h"
 
 #include <algorithm>
 #include <cmath>

@@ -1,4 +1,4 @@
-#include "data/sample_order.h"
+#include "data/data_order.h"
 
 #include <algorithm>
 #include <cstdint>
@@ -6,7 +6,6 @@
 #include <string>
 #include <vector>
 
-#include "data/numpy_generator.h"
 #include "tests/data/token_file_fixtures.h"
 #include "tests/support/catch.h"
 

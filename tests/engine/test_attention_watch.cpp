@@ -1,4 +1,3 @@
-#include "engine/step/attention_watch.h"
 
 #include <cmath>
 #include <limits>

@@ -9,7 +9,6 @@
 #include "core/philox.h"
 #include "engine/config/config_io.h"
 #include "engine/config/config_table.h"
-#include "engine/config/recipe.h"
 #include "tests/support/catch.h"
 #include "tests/support/refusal.h"
 #include "tests/support/temporary_folder.h"

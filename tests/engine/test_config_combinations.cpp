@@ -4,7 +4,6 @@
 #include <string>
 
 #include "engine/config/config_io.h"
-#include "engine/config/recipe.h"
 #include "tests/support/catch.h"
 #include "tests/support/refusal.h"
 

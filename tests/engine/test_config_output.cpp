@@ -9,8 +9,6 @@
 
 #include "engine/config/config_io.h"
 #include "engine/config/config_table.h"
-#include "engine/config/given_keys.h"
-#include "engine/config/recipe.h"
 #include "model/parameter_table.h"
 #include "tests/support/catch.h"
 

@@ -2,7 +2,7 @@
 #include <mutex>
 
 #include "engine/config/config_io.h"
-#include "engine/planning/gpu_plan.h"
+#include "engine/planning/memory_advice.h"
 #include "engine/training/training_run.h"
 #include "tests/engine/run_bytes.h"
 #include "tests/engine/written_tokens.h"

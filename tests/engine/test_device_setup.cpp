@@ -1,9 +1,8 @@
 #include "engine/commands/device_setup.h"
 
 #include "engine/config/config_io.h"
-#include "engine/config/given_keys.h"
 #include "engine/files/gemm_tuning_file.h"
-#include "engine/planning/gpu_plan.h"
+#include "engine/planning/memory_advice.h"
 #include "tests/engine/named_device.h"
 #include "tests/support/catch.h"
 #include "tests/support/refusal.h"

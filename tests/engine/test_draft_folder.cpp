@@ -1,4 +1,4 @@
-#include "engine/files/draft_folder.h"
+#include "engine/files/file_io.h"
 
 #include <csignal>
 #include <filesystem>

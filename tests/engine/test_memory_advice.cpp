@@ -9,8 +9,6 @@
 
 #include "core/error.h"
 #include "engine/config/config_io.h"
-#include "engine/config/given_keys.h"
-#include "engine/planning/gpu_plan.h"
 #include "kernels/op/workspace.h"
 #include "tests/engine/step_config.h"
 #include "tests/support/catch.h"

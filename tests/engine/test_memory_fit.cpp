@@ -6,7 +6,6 @@
 
 #include "core/error.h"
 #include "engine/config/config_io.h"
-#include "engine/config/given_keys.h"
 #include "engine/planning/memory_advice.h"
 #include "tests/support/catch.h"
 

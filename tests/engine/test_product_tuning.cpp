@@ -1,4 +1,3 @@
-#include "engine/products/product_tuning.h"
 
 #include <algorithm>
 #include <cstdint>

@@ -16,7 +16,7 @@
 #include "engine/step/bound_run.h"
 #include "engine/step/declared_run.h"
 #include "engine/training/training_run.h"
-#include "kernels/device/step_section_names.h"
+#include "kernels/device/recording_device.h"
 #include "kernels/op/workspace.h"
 #include "tests/engine/step_config.h"
 #include "tests/support/catch.h"

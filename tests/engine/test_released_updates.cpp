@@ -1,4 +1,4 @@
-#include "engine/step/released_updates.h"
+#include "engine/step/bound_run.h"
 
 #include <atomic>
 #include <cmath>

@@ -15,7 +15,6 @@
 
 #include "engine/config/config_io.h"
 #include "engine/products/product_scratch.h"
-#include "engine/products/product_tuning.h"
 #include "engine/training/training_run.h"
 #include "tests/engine/named_device.h"
 #include "tests/engine/step_config.h"

@@ -9,7 +9,7 @@
 
 #include "core/heartbeat.h"
 #include "engine/config/config_io.h"
-#include "engine/planning/gpu_plan.h"
+#include "engine/planning/memory_advice.h"
 #include "tests/engine/checkpoint_fixture.h"
 #include "tests/engine/written_tokens.h"
 #include "tests/support/alone.h"

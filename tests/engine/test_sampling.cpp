@@ -1,4 +1,4 @@
-#include "engine/evaluation/sampling.h"
+#include "engine/evaluation/generator.h"
 
 #include <cmath>
 #include <map>

@@ -1,4 +1,4 @@
-#include "engine/planning/step_measurement.h"
+#include "engine/planning/step_model.h"
 
 #include <algorithm>
 #include <functional>
@@ -10,9 +10,9 @@
 
 #include "core/error.h"
 #include "engine/config/config_io.h"
-#include "engine/planning/gpu_plan.h"
+#include "engine/planning/memory_advice.h"
 #include "engine/step/recorded_step.h"
-#include "kernels/device/step_section_names.h"
+#include "kernels/device/recording_device.h"
 #include "tests/support/catch.h"
 #include "tests/support/refusal.h"
 #include "tests/support/temporary_folder.h"

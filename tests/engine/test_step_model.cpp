@@ -4,7 +4,6 @@
 #include <variant>
 
 #include "core/shard.h"
-#include "engine/planning/stream_timeline.h"
 #include "engine/step/declared_run.h"
 #include "model/parameter_table.h"
 #include "tests/engine/step_config.h"

@@ -3,7 +3,7 @@
 
 #include "data/batch_loader.h"
 #include "engine/evaluation/evaluation.h"
-#include "engine/step/sequence_exchange.h"
+#include "engine/step/parameter_exchange.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"
 #include "tests/support/thread_ranks.h"

@@ -131,7 +131,7 @@ class Structure(unittest.TestCase):
     def test_an_upward_include_is_refused(self):
         for path, included in (("core/error.h", "data/token_file.h"), ("engine/config/config.h", "engine/training/progress.h"),
                                ("model/model.h", "comm/communicator.h"), ("kernels/cpu/gemm/gemm.cpp", "kernels/cuda/gemm/gemm.h"),
-                               ("data/mixture.h", "nowhere/mixture.h")):
+                               ("data/data_order.h", "nowhere/data_order.h")):
             self.assertIsNotNone(refused(path, included), (path, included))
         self.assertIsNone(refused("engine/training/progress.h", "engine/config/config.h"))
 

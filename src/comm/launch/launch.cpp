@@ -8,7 +8,7 @@
 
 #include <unistd.h>
 
-#include "comm/host_communicator.h"
+#include "comm/communicator.h"
 #include "comm/launch/launch_checks.h"
 #include "comm/launch/local_ranks.h"
 #include "comm/launch/meeting.h"

@@ -9,7 +9,7 @@
 #include "comm/launch/line_socket.h"
 #include "core/error.h"
 #include "core/log/log.h"
-#include "core/thread.h"
+#include "core/parallel.h"
 
 namespace parka {
 namespace {

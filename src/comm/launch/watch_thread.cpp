@@ -10,7 +10,7 @@
 #include <unistd.h>
 
 #include "core/log/log.h"
-#include "core/thread.h"
+#include "core/parallel.h"
 
 namespace parka {
 namespace {

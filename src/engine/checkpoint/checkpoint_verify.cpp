@@ -7,7 +7,6 @@
 #include "core/error.h"
 #include "core/heartbeat.h"
 #include "core/parallel.h"
-#include "core/thread.h"
 
 namespace parka {
 namespace {

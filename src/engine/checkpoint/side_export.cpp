@@ -6,7 +6,7 @@
 #include "engine/checkpoint/checkpoint_base.h"
 #include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/checkpoint/saved_state.h"
-#include "engine/files/draft_folder.h"
+#include "engine/files/file_io.h"
 #include "engine/files/float_elements.h"
 #include "model/side/side_network.h"
 

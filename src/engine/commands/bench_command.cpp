@@ -14,10 +14,9 @@
 #include "engine/commands/device_setup.h"
 #include "engine/commands/version.h"
 #include "engine/config/config_io.h"
-#include "engine/config/given_keys.h"
 #include "engine/files/file_io.h"
 #include "engine/planning/bench.h"
-#include "kernels/device/step_section_names.h"
+#include "kernels/device/recording_device.h"
 
 namespace parka {
 namespace {

@@ -1,14 +1,17 @@
 #include "engine/commands/command_help.h"
 
-#include <CLI/CLI.hpp>
-
 #include <algorithm>
+#include <string_view>
 #include <vector>
 
 #include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
+#include <CLI/CLI.hpp>
+
+#include "engine/config/config_table.h"
 
 namespace parka {
 namespace {
@@ -139,6 +142,124 @@ std::string man_page(const CLI::App& app, const std::string& version) {
   }
   const std::string footer = app.get_footer();
   return page + ".SH NOTES\n" + roff(footer.substr(std::min(footer.find_first_not_of('\n'), footer.size()))) + "\n";
+}
+
+namespace {
+
+// The words that nothing takes, in the order of the command line: CLI11 2.1 lists them backwards.
+std::vector<std::string> unexpected_words(const CLI::App& app, const std::vector<std::string>& arguments) {
+  std::vector<std::string> left = app.remaining(/*recurse=*/true), words;
+  for (const std::string& argument : arguments) {
+    const auto found = std::find(left.begin(), left.end(), argument);
+    if (found == left.end()) continue;
+    words.push_back(argument);
+    left.erase(found);
+  }
+  return words;
+}
+
+// The innermost command that was given: "config show" of `parka config show x.json`.
+const CLI::App& given_command(const CLI::App& app, std::string& name) {
+  const std::vector<CLI::App*> given = app.get_subcommands();
+  if (given.empty()) return app;
+  name += " " + given.front()->get_name();
+  return given_command(*given.front(), name);
+}
+
+// The option of the command that may be meant by "--stepz=3", or the key of a config by "--lr"; empty: neither.
+std::string nearest_option(const CLI::App& command, const std::string& word) {
+  std::vector<std::string> names, shown;
+  for (const CLI::Option* option : command.get_options()) {
+    for (const std::string& name : option->get_lnames()) {
+      names.push_back(name);
+      shown.push_back("--" + name);
+    }
+  }
+  Config config;
+  const ConfigTable table = make_config_table(config);
+  if (command.get_option_no_throw("--set") != nullptr) {
+    for (const ConfigField& field : table.fields) {
+      names.emplace_back(key_of(field.path));
+      shown.push_back(fmt::format("--{}=VALUE", field.path));
+    }
+  }
+  const std::string given = word.substr(2, word.find('=') - 2);
+  const auto found = std::find(names.begin(), names.end(), nearest_name(given, names));
+  return found == names.end() ? "" : shown[static_cast<size_t>(found - names.begin())];
+}
+
+// What other programs call things. The word is an option without what follows "=", or empty for words that are no
+// options; the command is empty where it is any.
+struct OtherName {
+  std::string_view command, word, advice;
+};
+constexpr OtherName kOtherNames[] = {
+    {"train", "--resume", "the same command goes on from the newest checkpoint by itself"},
+    {"train", "--continue", "the same command goes on from the newest checkpoint by itself"},
+    {"train", "--resume-from-checkpoint", "the same command goes on from the newest checkpoint by itself"},
+    {"generate", "", "give the prompt as --prompt TEXT"},
+    {"generate", "--max-tokens", "give --tokens N"},
+    {"generate", "--max-new-tokens", "give --tokens N"},
+    {"", "--epochs", "give --training.steps=N; a run says at its start how many steps an epoch has"},
+    {"", "--num-train-epochs", "give --training.steps=N; a run says at its start how many steps an epoch has"},
+    {"", "--max-steps", "give --training.steps=N"},
+    {"", "--learning-rate", "give --optimizer.lr=RATE"},
+    {"", "--batch-size",
+     "give --training.global_batch_size=N, of which --training.micro_batch_size=N go at a time"},
+    {"", "--device", "give --device.kind=cpu or --device.kind=cuda"},
+};
+
+// Empty for what is not in the table.
+std::string_view advice_for(const CLI::App& command, std::string word) {
+  word = word.starts_with('-') ? word.substr(0, word.find('=')) : "";
+  std::replace(word.begin(), word.end(), '_', '-');
+  const bool takes_keys = command.get_option_no_throw("--set") != nullptr;
+  for (const OtherName& other : kOtherNames) {
+    const bool is_of_command = other.command.empty() ? takes_keys : other.command == command.get_name();
+    if (is_of_command && other.word == word) return other.advice;
+  }
+  return {};
+}
+
+// A message of CLI11's, in other words where it is about a value that no check has looked at.
+std::string plain(const std::string& message) {
+  const std::string_view converts = "Could not convert: ";
+  const size_t equals = message.find(" = "), colon = message.find(": ");
+  if (message.starts_with(converts) && equals != std::string::npos) {
+    const std::string option = message.substr(converts.size(), equals - converts.size());
+    return fmt::format("{}: got {}; it must be a whole number", option, message.substr(equals + 3));
+  }
+  if (message.ends_with(" missing")) return message.substr(0, colon) + ": has no value";
+  return message;
+}
+
+}  // namespace
+
+std::string describe_parse_error(const CLI::App& app, const CLI::ParseError& error,
+                                 const std::vector<std::string>& arguments) {
+  std::string name = "parka";
+  const CLI::App& command = given_command(app, name);
+  const std::vector<std::string> unexpected = unexpected_words(app, arguments);
+  if (unexpected.empty() || dynamic_cast<const CLI::ExtrasError*>(&error) == nullptr) {
+    return fmt::format("{}; see {} --help", plain(error.what()), name);
+  }
+  const std::string& first = unexpected.front();
+  if (const std::string_view advice = advice_for(command, first); !advice.empty()) {
+    return fmt::format("nothing takes {}; {}", fmt::join(unexpected, " "), advice);
+  }
+  std::string nearest;
+  if (first.starts_with("--") && first.size() > 2) {
+    nearest = nearest_option(command, first);
+  } else if (&command == &app && !first.starts_with('-')) {
+    std::vector<std::string> commands;
+    for (const CLI::App* one : app.get_subcommands([](const CLI::App*) { return true; })) {
+      commands.push_back(one->get_name());
+    }
+    nearest = nearest_name(first, commands);
+  }
+  return fmt::format(
+      "nothing takes {}; {}", fmt::join(unexpected, " "),
+      nearest.empty() ? fmt::format("see {} --help", name) : fmt::format("{}: did you mean {}?", first, nearest));
 }
 
 }  // namespace parka

@@ -1,10 +1,12 @@
 #pragma once
 #include <memory>
 #include <string>
+#include <vector>
 
 namespace CLI {
 class App;
 class FormatterBase;
+class ParseError;
 }  // namespace CLI
 
 // The tree of commands and options, as text: for `--help` and for `parka man`.
@@ -15,5 +17,10 @@ std::shared_ptr<CLI::FormatterBase> make_help_formatter();
 
 // The man page parka(1) of a program with these commands, as roff.
 std::string man_page(const CLI::App& app, const std::string& version);
+
+// Says what is wrong with a command line that CLI11 could not read, and what to do about it. `arguments` were
+// parsed, without the program.
+std::string describe_parse_error(const CLI::App& app, const CLI::ParseError& error,
+                                 const std::vector<std::string>& arguments);
 
 }  // namespace parka

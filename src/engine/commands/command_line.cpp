@@ -13,7 +13,6 @@
 #include "core/open_files.h"
 #include "core/parallel.h"
 #include "engine/commands/argument_values.h"
-#include "engine/commands/command_advice.h"
 #include "engine/commands/command_help.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/version.h"

@@ -5,7 +5,7 @@
 #include <vector>
 
 #include "data/document_ids.h"
-#include "engine/evaluation/sampling.h"
+#include "engine/evaluation/generator.h"
 #include "engine/planning/step_model.h"
 
 // The commands `parka <command>`, one function each. They print to standard output, log to standard error, and

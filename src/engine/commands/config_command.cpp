@@ -1,9 +1,9 @@
 #include <cstdio>
 
 #include "engine/commands/commands.h"
+#include "engine/config/config_checks.h"
 #include "engine/config/config_io.h"
 #include "engine/config/data_sources.h"
-#include "engine/config/finetune_config.h"
 #include "engine/text/tokenizer_files.h"
 
 namespace parka {

@@ -6,7 +6,7 @@
 
 #include "comm/launch/launch.h"
 #include "engine/commands/commands.h"
-#include "engine/config/given_keys.h"
+#include "engine/config/config_io.h"
 #include "kernels/device/device.h"
 #include "kernels/device/gemm_tuning.h"
 

@@ -13,7 +13,6 @@
 #include "engine/commands/device_setup.h"
 #include "engine/config/data_sources.h"
 #include "engine/evaluation/evaluation.h"
-#include "engine/evaluation/evaluation_suite.h"
 #include "engine/evaluation/inference_run.h"
 #include "engine/evaluation/task_evaluation.h"
 #include "engine/files/file_io.h"

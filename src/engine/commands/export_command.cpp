@@ -18,7 +18,7 @@
 #include "engine/commands/commands.h"
 #include "engine/config/config_io.h"
 #include "engine/evaluation/inference_run.h"
-#include "engine/files/draft_folder.h"
+#include "engine/files/file_io.h"
 #include "engine/files/float_elements.h"
 #include "engine/files/json_text.h"
 #include "engine/huggingface/huggingface_config.h"

@@ -11,11 +11,9 @@
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
 #include "engine/config/config_io.h"
-#include "engine/config/given_keys.h"
-#include "engine/files/shell_word.h"
-#include "engine/planning/gpu_plan.h"
+#include "engine/files/file_io.h"
 #include "engine/planning/memory_advice.h"
-#include "engine/planning/step_measurement.h"
+#include "engine/planning/step_model.h"
 #include "kernels/device/device.h"
 
 namespace parka {

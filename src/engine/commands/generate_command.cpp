@@ -1,27 +1,39 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdio>
+#include <iostream>
 #include <memory>
 #include <optional>
+#include <string>
+#include <vector>
+
+#include <unistd.h>
 
 #include <nlohmann/json.hpp>
 
+#include "core/error.h"
 #include "core/log/log.h"
+#include "engine/checkpoint/checkpoint.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/commands/argument_values.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
-#include "engine/commands/generate_text.h"
-#include "engine/config/given_keys.h"
+#include "engine/config/config.h"
+#include "engine/config/config_io.h"
 #include "engine/evaluation/generator.h"
 #include "engine/evaluation/inference_run.h"
-#include "engine/text/byte_codec.h"
-#include "engine/text/image_prompt.h"
-#include "engine/text/text_tokenizer.h"
+#include "engine/text/image_geometry.h"
+#include "engine/text/text_codec.h"
 #include "engine/text/tokenizer_files.h"
 
 namespace parka {
 namespace {
+
+// --tokenizer, or the tokenizer that belongs to the checkpoint; nullopt if there is none.
+std::optional<std::string> tokenizer_folder(const GenerateOptions& options, const LoadedCheckpoint& checkpoint) {
+  if (!options.tokenizer.empty()) return open_tokenizer(options.tokenizer, "--tokenizer");
+  return find_tokenizer(checkpoint.path(), checkpoint.state());
+}
 
 std::unique_ptr<TextCodec> open_codec(const GenerateOptions& options, const LoadedCheckpoint& checkpoint,
                                       int64_t vocab_size) {
@@ -124,13 +136,7 @@ void print_streaming_ids(Device& device, Model& model, const CacheShape& shape, 
   std::putchar('\n');
 }
 
-}  // namespace
-
-std::optional<std::string> tokenizer_folder(const GenerateOptions& options, const LoadedCheckpoint& checkpoint) {
-  if (!options.tokenizer.empty()) return open_tokenizer(options.tokenizer, "--tokenizer");
-  return find_tokenizer(checkpoint.path(), checkpoint.state());
-}
-
+// Throws Error(kBadInput), which calls the tokens `what`, if one is not of the vocabulary.
 void check_tokens(const char* what, const std::vector<int32_t>& tokens, int64_t vocab_size) {
   for (int32_t id : tokens) {
     if (id < 0 || id >= vocab_size) {
@@ -139,15 +145,18 @@ void check_tokens(const char* what, const std::vector<int32_t>& tokens, int64_t 
   }
 }
 
+// Throws Error(kBadInput) if one is the slot of an image, for a prompt without images: the row that a model with
+// `vision` has there is an image's, and its embedding was never trained.
 void check_without_slots(const std::vector<int32_t>& tokens, const VisionConfig& vision) {
   if (!vision.exists() || std::ranges::count(tokens, vision.image_token) == 0) return;
   throw_bad_input("the prompt's token {} is the slot of an image; give --image FILE with one --prompt",
                   vision.image_token);
 }
 
+// Prints the text of a continuation while it is drawn, and a line end. Adds the text to `shown`, if given.
 Continuation print_streaming(Device& device, Model& model, const CacheShape& shape,
                              const std::vector<int32_t>& prompt, const GenerationOptions& generation,
-                             TextCodec& codec, std::string* shown) {
+                             TextCodec& codec, std::string* shown = nullptr) {
   const auto show = [&](const std::string& text) {
     std::fwrite(text.data(), 1, text.size(), stdout);
     std::fflush(stdout);
@@ -160,6 +169,109 @@ Continuation print_streaming(Device& device, Model& model, const CacheShape& sha
   std::putchar('\n');
   return result.front();
 }
+
+using nlohmann::json;
+
+// The messages of a chat, as many of the latest as the model's context holds.
+class Conversation {
+ public:
+  Conversation(TextTokenizer& tokenizer, const std::string& system, int64_t context)
+      : tokenizer_(tokenizer), context_(context) {
+    if (!system.empty()) add("system", system);
+    num_kept_ = messages_.size();
+  }
+
+  void add(const char* role, const std::string& text) { messages_.push_back({{"role", role}, {"content", text}}); }
+
+  void take_back() { messages_.erase(messages_.size() - 1); }
+
+  // The ids up to where the assistant speaks. A quarter of the context is left to it; to make that room the oldest
+  // turns are forgotten, but not the system message. If the last message alone is too long, nothing is
+  // forgotten, and there are more than the context holds.
+  std::vector<int32_t> prompt() {
+    json messages = messages_;
+    std::vector<int32_t> ids = tokenizer_.encode_chat(messages);
+    size_t forgotten = 0;
+    while (static_cast<int64_t>(ids.size()) > context_ - context_ / 4 && messages.size() > num_kept_ + 2) {
+      const auto oldest = messages.begin() + static_cast<std::ptrdiff_t>(num_kept_);
+      messages.erase(oldest, oldest + 2);
+      ++forgotten;
+      ids = tokenizer_.encode_chat(messages);
+    }
+    if (forgotten == 0 || static_cast<int64_t>(ids.size()) > context_) return ids;
+    log_warning("the oldest {} are forgotten: the context (data.sequence_length) has {} tokens",
+                forgotten == 1 ? "question and answer" : fmt::format("{} questions and answers", forgotten),
+                context_);
+    messages_ = std::move(messages);
+    return ids;
+  }
+
+ private:
+  TextTokenizer& tokenizer_;
+  int64_t context_;
+  json messages_ = json::array();
+  size_t num_kept_ = 0;  // the system message
+};
+
+// The next line that says something; on a terminal it is asked for.
+bool read_message(bool on_terminal, std::string& text) {
+  do {
+    if (on_terminal) {
+      std::fputs("> ", stdout);
+      std::fflush(stdout);
+    }
+    if (!std::getline(std::cin, text)) {
+      if (on_terminal) std::putchar('\n');
+      return false;
+    }
+    if (!text.empty() && text.back() == '\r') text.pop_back();
+  } while (text.find_first_not_of(" \t") == std::string::npos);
+  return true;
+}
+
+// Answers each line of standard input on standard output, until it ends. `config` is the checkpoint's.
+int run_chat(const GenerateOptions& options, const LoadedCheckpoint& checkpoint, Config config) {
+  const std::optional<std::string> folder = tokenizer_folder(options, checkpoint);
+  if (!folder) {
+    throw_bad_input("{}: has no tokenizer for --chat; name its folder with --tokenizer", checkpoint.path());
+  }
+  TextTokenizer tokenizer(*folder, TextTokenizer::Use::kChat);
+  GenerationOptions generation{options.sampling, options.num_tokens, options.stop_tokens};
+  generation.stop_tokens.insert(generation.stop_tokens.end(), tokenizer.stop_tokens().begin(),
+                                tokenizer.stop_tokens().end());
+  const CacheShape shape{1, config.data.sequence_length};
+  config.training.micro_batch_size = 1;
+  const std::unique_ptr<Device> device = make_inference_device(config, options.overrides);
+  InferenceRun run(*device, checkpoint, config, shape);
+
+  Conversation conversation(tokenizer, options.system, shape.max_length);
+  const bool on_terminal = isatty(STDIN_FILENO) != 0 && isatty(STDOUT_FILENO) != 0;
+  std::string text;
+  while (read_message(on_terminal, text)) {
+    conversation.add("user", text);
+    const std::vector<int32_t> prompt = conversation.prompt();
+    if (static_cast<int64_t>(prompt.size()) > shape.max_length) {
+      const std::string message = fmt::format(
+          "the last message, with what the chat template adds, has {} tokens and the context {}; write less, or --set data.sequence_length=N",
+          prompt.size(), shape.max_length);
+      if (!on_terminal) throw_bad_input("{}", message);
+      log_warning("{}", message);
+      conversation.take_back();
+      continue;
+    }
+    check_tokens("token of the chat", prompt, config.model.vocab_size);
+    check_without_slots(prompt, config.model.vision);
+    std::string answer;
+    const Continuation continuation =
+        print_streaming(*device, run.model(), shape, prompt, generation, tokenizer, &answer);
+    if (!continuation.stopped) log_info("cut off after {} tokens; see --tokens", continuation.tokens.size());
+    conversation.add("assistant", answer);
+    ++generation.sampling.seed;  // other random numbers for the next answer
+  }
+  return 0;
+}
+
+}  // namespace
 
 int run_generate(const GenerateOptions& options) {
   if (!std::isfinite(options.sampling.temperature) || std::isnan(options.sampling.top_p)) {

@@ -8,12 +8,9 @@
 #include "core/tensor.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
+#include "engine/config/config_checks.h"
 #include "engine/config/config_io.h"
-#include "engine/config/distributed_config.h"
-#include "engine/config/given_keys.h"
-#include "engine/planning/gpu_plan.h"
 #include "engine/planning/memory_advice.h"
-#include "engine/planning/step_measurement.h"
 #include "engine/planning/step_model.h"
 
 namespace parka {

@@ -6,7 +6,7 @@
 #include "engine/config/config_io.h"
 #include "engine/files/file_io.h"
 #include "engine/files/gemm_tuning_file.h"
-#include "engine/products/product_tuning.h"
+#include "engine/products/product_scratch.h"
 #include "engine/step/recorded_step.h"
 
 namespace parka {

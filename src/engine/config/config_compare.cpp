@@ -4,7 +4,7 @@
 
 #include <fmt/format.h>
 
-#include "data/mixture.h"
+#include "data/data_order.h"
 #include "engine/config/config_io.h"
 #include "engine/config/config_table.h"
 #include "engine/files/file_io.h"

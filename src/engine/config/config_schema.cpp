@@ -5,7 +5,6 @@
 
 #include "engine/config/config_io.h"
 #include "engine/config/config_table.h"
-#include "engine/config/recipe.h"
 
 namespace parka {
 namespace {

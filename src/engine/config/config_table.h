@@ -90,4 +90,17 @@ std::optional<int64_t> exact_integer(const nlohmann::json& value);
 // A JSON value in a one-line message: `a string "abc"`, `1.5`, `an array`.
 std::string describe_json(const nlohmann::json& value);
 
+// The edit distance of `a` and `b`: insertions, deletions, replacements and swaps of neighbouring letters. Only
+// the first 64 letters of each count.
+int edit_distance(std::string_view a, std::string_view b);
+
+// The distance of `given` from a name that may be meant: the edit distance, or 1 if `given` is a part of the name.
+int name_distance(std::string_view given, std::string_view name);
+
+// The largest name_distance at which the name is likely to be meant.
+int plausible_distance(std::string_view given);
+
+// The first of the names nearest to `given`, or an empty string when none is plausible.
+std::string nearest_name(std::string_view given, const std::vector<std::string>& names);
+
 }  // namespace parka

@@ -4,11 +4,10 @@
 #include <utility>
 
 #include "core/error.h"
+#include "engine/config/config_checks.h"
 #include "engine/config/config_io.h"
 #include "engine/config/config_table.h"
 #include "engine/config/data_sources.h"
-#include "engine/config/distributed_config.h"
-#include "engine/config/finetune_config.h"
 #include "engine/files/file_io.h"
 #include "kernels/ops/quantize/quantize.h"
 #include "model/activation_offload.h"

@@ -6,8 +6,8 @@
 #include <vector>
 
 #include "core/config_fields.h"
+#include "data/image_files.h"
 #include "data/image_references.h"
-#include "data/pixel_file.h"
 
 namespace parka {
 

@@ -10,7 +10,6 @@
 #include "engine/checkpoint/checkpoint_base.h"
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/checkpoint/saved_state.h"
-#include "engine/files/draft_folder.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 #include "engine/huggingface/config_reader.h"

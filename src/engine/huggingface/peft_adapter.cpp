@@ -9,7 +9,7 @@
 
 #include "core/error.h"
 #include "engine/checkpoint/checkpoint_weights.h"
-#include "engine/files/draft_folder.h"
+#include "engine/files/file_io.h"
 #include "engine/files/float_elements.h"
 #include "engine/huggingface/huggingface_tensors.h"
 

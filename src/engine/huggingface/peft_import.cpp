@@ -18,7 +18,7 @@
 #include "engine/checkpoint/saved_state.h"
 #include "engine/config/config_io.h"
 #include "engine/config/config_table.h"
-#include "engine/files/draft_folder.h"
+#include "engine/files/file_io.h"
 #include "engine/files/float_elements.h"
 #include "engine/files/json_text.h"
 #include "engine/huggingface/huggingface_weights.h"

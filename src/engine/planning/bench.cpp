@@ -3,17 +3,23 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
+#include <cstring>
+#include <filesystem>
 #include <map>
 #include <numeric>
 #include <tuple>
 #include <unordered_map>
+#include <vector>
+
+#include <unistd.h>
 
 #include "core/memory/host_memory.h"
-#include "engine/planning/gpu_plan.h"
-#include "engine/planning/synthetic_data.h"
+#include "core/philox.h"
+#include "engine/files/file_io.h"
+#include "engine/planning/memory_advice.h"
 #include "engine/training/training_run.h"
-#include "kernels/device/copy_bandwidth.h"
 #include "kernels/device/gemm_tuning.h"
+#include "kernels/device/measuring_time.h"
 
 namespace parka {
 namespace {
@@ -153,6 +159,60 @@ BenchResult run_benchmark(const Config& given, Device& device, Communicator& com
   result.resident_host_bytes = static_cast<int64_t>(communicator.max(static_cast<double>(peak_resident_bytes())));
   if (roofline) add_floors(device, config, result);
   return result;
+}
+
+namespace {
+
+constexpr int64_t kSteps = 2;  // worth of tokens; more steps are further epochs
+
+template <typename T>
+std::vector<T> tokens(int64_t count, int64_t vocab_size, int64_t image_token) {
+  std::vector<T> ids(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    const double u = uniform_open(philox4x32(1, 2, static_cast<uint64_t>(i))[0]);
+    ids[i] = static_cast<T>(std::pow(static_cast<double>(vocab_size), u) - 1.0);
+    if (ids[i] == image_token) ids[i] = static_cast<T>(image_token == 0 ? 1 : 0);  // images are blank, in no place
+  }
+  return ids;
+}
+
+template <typename T>
+void write_tokens(const std::string& path, int64_t count, const ModelConfig& model) {
+  const std::vector<T> ids = tokens<T>(count, model.vocab_size, model.vision.image_token);
+  OutputFile file(path);
+  file.write(std::as_bytes(std::span(ids)));
+  file.close();
+}
+
+}  // namespace
+
+SyntheticTokens::SyntheticTokens(const Config& config)
+    : path_((std::filesystem::temp_directory_path() / fmt::format("parka_bench_{}.npy", getpid())).string()),
+      type_(config.model.vocab_size <= 65536 ? TokenType::kUint16 : TokenType::kUint32) {
+  const int64_t count = kSteps * config.training.global_batch_size * config.data.sequence_length;
+  if (type_ == TokenType::kUint16) {
+    write_tokens<uint16_t>(path_, count, config.model);
+  } else {
+    write_tokens<uint32_t>(path_, count, config.model);
+  }
+}
+
+SyntheticTokens::~SyntheticTokens() {
+  std::error_code ignored;
+  std::filesystem::remove(path_, ignored);
+}
+
+Config SyntheticTokens::apply(Config config) const {
+  config.data.train = {path_};
+  config.data.eval = {};
+  config.data.weights = {};
+  config.data.token_dtype = type_;
+  config.data.loss_mask = false;
+  if (!config.data.document_ids().any())
+    config.data.documents = DocumentMode::kJoined;  // nothing else marks documents
+  config.data.checksum = false;
+  config.checkpoint.interval = 0;
+  return config;
 }
 
 }  // namespace parka

@@ -59,4 +59,23 @@ struct BenchResult {
 BenchResult run_benchmark(const Config& config, Device& device, Communicator& communicator, int64_t steps,
                           bool roofline);
 
+// A temporary token file for measuring speed on, removed at the end: ids with the skew of text, where a few are
+// most of all tokens (log-uniform, the same on every machine). Without images: a model with a tower computes blank
+// ones, as many as with data.
+class SyntheticTokens {
+ public:
+  explicit SyntheticTokens(const Config& config);
+  ~SyntheticTokens();
+  SyntheticTokens(const SyntheticTokens&) = delete;
+  SyntheticTokens& operator=(const SyntheticTokens&) = delete;
+
+  // `config` with this file to train on and nothing else that touches a disk. Documents are separate only where an
+  // id ends them.
+  Config apply(Config config) const;
+
+ private:
+  std::string path_;
+  TokenType type_;
+};
+
 }  // namespace parka

@@ -79,4 +79,18 @@ double seconds_of_products(Device& device, const std::vector<RecordedProduct>& p
   return seconds;
 }
 
+std::vector<GemmChoice> tune_products(Device& device, const std::vector<RecordedProduct>& products,
+                                      GemmTuneOptions options) {
+  for (const RecordedProduct& product : products) options.counts[key_of(product.gemm)] = product.count;
+  const std::vector<Gemm> gemms = gemms_of(products);
+  std::vector<GemmChoice> choices;
+  {
+    const ProductScratch scratch(device, gemms);
+    for (const Gemm& a : gemms) gemm(device, scratch.place(a));
+    choices = tune_gemms(device, options);
+  }
+  if (!choices.empty()) replace_gemm_algorithms(device, choices);
+  return choices;
+}
+
 }  // namespace parka

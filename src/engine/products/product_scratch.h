@@ -4,6 +4,7 @@
 
 #include "engine/step/recorded_step.h"
 #include "kernels/device/device.h"
+#include "kernels/device/gemm_tuning.h"
 #include "kernels/ops/gemm/gemm.h"
 
 // Matrix products alone, outside of a run.
@@ -31,5 +32,9 @@ class ProductScratch {
 
 // How long the products of a step take, one after the other, with the algorithms that the device uses.
 double seconds_of_products(Device& device, const std::vector<RecordedProduct>& products);
+
+// Runs each product of a step on memory of its own: of every key_of(), what tune_gemms() chooses.
+std::vector<GemmChoice> tune_products(Device& device, const std::vector<RecordedProduct>& products,
+                                      GemmTuneOptions options);
 
 }  // namespace parka

@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "kernels/device/device.h"
+
 namespace parka {
 namespace {
 
@@ -214,6 +216,11 @@ void ParameterExchange::weights_changed(Device& device, Changed changed) {
   if (host_stream_ && shares_whole) device.time_wait(kSaveWait, [&] { host_stream_->wait_saved(); });
   weights.quantize(device, changed);
   std::ranges::fill(gathered_, Gathered{});
+}
+
+void SequenceExchange::all_to_all(Device& device, const TensorView& in, const TensorView& out) {
+  communicator_.all_to_all(device, in, out, Peers::kContext);
+  device.time_wait(kWait, [&] { communicator_.wait(device, communicator_.last_queued()); });
 }
 
 }  // namespace parka

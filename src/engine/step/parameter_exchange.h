@@ -1,5 +1,6 @@
 #pragma once
 #include <array>
+#include <cstdint>
 #include <functional>
 #include <memory>
 #include <utility>
@@ -8,6 +9,7 @@
 #include "comm/communicator.h"
 #include "core/memory/unit_buffers.h"
 #include "core/shard.h"
+#include "model/layers/context_exchange.h"
 #include "model/model.h"
 #include "optim/optimizer.h"
 
@@ -98,6 +100,20 @@ class ParameterExchange final : public UnitHooks {
   std::array<Gathered, kGatherBuffers> gathered_;
   std::unique_ptr<HostStream> host_stream_;  // between host memory and gather buffers; absent without host parts
   std::array<uint64_t, kGradientBuffers> reduced_ = {};  // the last reduction out of each of the gradient buffers
+};
+
+// The ranks of Peers::kContext as the model's attention sees them. The communicator must outlive it.
+class SequenceExchange final : public ContextExchange {
+ public:
+  // The name of the device's waits (Device::time_wait).
+  static constexpr const char* kWait = "exchanged sequences";
+
+  explicit SequenceExchange(Communicator& communicator) : communicator_(communicator) {}
+  int64_t place() const override { return communicator_.place_in(Peers::kContext); }
+  void all_to_all(Device& device, const TensorView& in, const TensorView& out) override;
+
+ private:
+  Communicator& communicator_;
 };
 
 }  // namespace parka

@@ -3,6 +3,10 @@
 #include <string>
 #include <vector>
 
+#include <nlohmann/json.hpp>
+
+#include "engine/text/helper_process.h"
+
 namespace parka {
 
 // Text to token ids and back.
@@ -24,6 +28,53 @@ class TextCodec {
   virtual void begin(const std::vector<int32_t>& prompt) = 0;
   virtual std::string next(int32_t token) = 0;
   virtual std::string end() = 0;
+};
+
+// For a model without tokenizer that was trained on bytes (scripts/prepare_data.py --tokenizer bytes): ids 0 to 255
+// are bytes, 256 ends a document, and no other id belongs to a text.
+class ByteCodec : public TextCodec {
+ public:
+  // True if a vocabulary of this size is likely one of bytes.
+  static bool fits(int64_t vocab_size);
+
+  explicit ByteCodec(int64_t vocab_size);  // that fits
+
+  const std::vector<int32_t>& stop_tokens() const override { return stop_tokens_; }
+  std::vector<int32_t> encode(const std::string& text) override;
+  std::vector<std::vector<int32_t>> encode_pieces(const std::vector<std::string>& pieces) override;
+  void begin(const std::vector<int32_t>&) override {}
+  std::string next(int32_t token) override { return {static_cast<char>(token)}; }
+  std::string end() override { return {}; }
+
+ private:
+  std::vector<int32_t> stop_tokens_;
+};
+
+// Text to token ids and back by a tokenizer.json, which a process of scripts/tokenizer_helper.py reads. All
+// functions throw Error(kBadInput) for what the user can fix, and Error(kIo) if that process dies.
+class TextTokenizer : public TextCodec {
+ public:
+  enum class Use : uint8_t { kPrompts, kChat };
+
+  // Takes a folder with a tokenizer.json; kChat needs a chat template there, too. Throws Error(kBadInput) also if
+  // Python or a package of it is missing. Call it before anything takes long.
+  TextTokenizer(const std::string& folder, Use use);
+
+  // With kChat those before which an answer ends, too.
+  const std::vector<int32_t>& stop_tokens() const override { return stop_tokens_; }
+  std::vector<int32_t> encode(const std::string& text) override;
+  std::vector<std::vector<int32_t>> encode_pieces(const std::vector<std::string>& pieces) override;
+  // The ids of a conversation, a list of {"role", "content"}, up to where the assistant speaks. Needs kChat.
+  std::vector<int32_t> encode_chat(const nlohmann::json& messages);
+
+  // Pieces of a continuation are whole characters.
+  void begin(const std::vector<int32_t>& prompt) override;
+  std::string next(int32_t token) override;
+  std::string end() override;
+
+ private:
+  PythonHelper helper_;
+  std::vector<int32_t> stop_tokens_;
 };
 
 }  // namespace parka

@@ -11,7 +11,6 @@
 #include "data/read_only_file.h"
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/config/data_description.h"
-#include "engine/files/draft_folder.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 #include "engine/huggingface/huggingface_origin.h"

@@ -4,7 +4,7 @@
 #include <string>
 
 #include "comm/communicator.h"
-#include "engine/evaluation/evaluation_suite.h"
+#include "engine/evaluation/evaluation.h"
 #include "engine/training/run_records.h"
 #include "engine/training/training_run.h"
 

@@ -8,7 +8,7 @@
 #include "core/memory/host_memory.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/checkpoint/checkpoint_layout.h"
-#include "engine/files/shell_word.h"
+#include "engine/files/file_io.h"
 #include "engine/training/progress.h"
 
 namespace parka {

@@ -9,7 +9,7 @@
 #include <nlohmann/json.hpp>
 
 #include "engine/config/config.h"
-#include "engine/step/attention_watch.h"
+#include "engine/step/telemetry.h"
 #include "engine/training/deferred_error.h"
 #include "engine/training/metrics_log.h"
 #include "engine/training/run_lock.h"

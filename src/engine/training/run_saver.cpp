@@ -5,7 +5,7 @@
 #include <fmt/format.h>
 
 #include "core/error.h"
-#include "core/thread.h"
+#include "core/parallel.h"
 
 namespace parka {
 namespace {

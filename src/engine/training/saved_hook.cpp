@@ -18,9 +18,8 @@
 #include "core/error.h"
 #include "core/heartbeat.h"
 #include "core/log/log.h"
-#include "core/thread.h"
+#include "core/parallel.h"
 #include "engine/files/file_io.h"
-#include "engine/files/shell_word.h"
 #include "engine/training/stop_signal.h"
 
 namespace parka {

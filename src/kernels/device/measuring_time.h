@@ -14,4 +14,10 @@ struct Measured {
 // what all err is least where that time goes as step_seconds^(2/3).
 std::vector<double> divide_measuring(const std::vector<Measured>& all, double seconds);
 
+class Device;
+
+// Bytes read and written per second by copies within the device that are far larger than any cache, of random data:
+// the ceiling of what is bound by memory.
+double measure_copy_bandwidth(Device& device);
+
 }  // namespace parka

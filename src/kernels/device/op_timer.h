@@ -6,7 +6,7 @@
 
 namespace parka {
 
-// The part of a step that an op belongs to. step_section_names.h has their names.
+// The part of a step that an op belongs to. recording_device.h has their names.
 enum class StepSection : uint8_t {
   kNone,
   kEmbedding,

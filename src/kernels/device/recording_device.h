@@ -6,10 +6,21 @@
 #include <string_view>
 #include <vector>
 
+#include "core/config_fields.h"
 #include "kernels/device/device.h"
-#include "kernels/device/product_recorder.h"
+#include "kernels/device/op_timer.h"
 
 namespace parka {
+
+struct Gemm;
+
+// A device's op_recorder() may also be one, to be told of GEMMs with their tensors, before it is told of them as
+// ops.
+class ProductRecorder {
+ public:
+  virtual ~ProductRecorder() = default;
+  virtual void record_product(const Gemm& a) = 0;
+};
 
 // An op, with its checked arguments' cost, as a device was asked for it.
 struct RecordedOp {
@@ -89,6 +100,21 @@ class RecordingDevice final : public Device, public OpRecorder, public ProductRe
   int64_t next_address_ = int64_t{1} << 55;  // beyond all that a process has
   int64_t most_workspace_ = 0;
   int64_t given_workspace_ = -1;  // not given
+};
+
+// Not in op_timer.h, which CUDA sources include: nvcc cannot compile fmt.
+
+template <>
+struct EnumNames<StepSection> {
+  static constexpr EnumName<StepSection> kAll[] = {
+      {StepSection::kNone, ""},
+      {StepSection::kEmbedding, "embedding"},
+      {StepSection::kBlockForward, "block forward"},
+      {StepSection::kHead, "head"},
+      {StepSection::kBlockBackward, "block backward"},
+      {StepSection::kOptimizer, "optimizer"},
+      {StepSection::kTelemetry, "telemetry"},
+  };
 };
 
 }  // namespace parka

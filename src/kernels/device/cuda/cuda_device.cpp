@@ -9,7 +9,7 @@
 #include "core/error.h"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
-#include "kernels/device/cuda/host_stream.h"
+#include "kernels/device/cuda/pinned_memory.h"
 #include "kernels/device/cuda/staging_buffer.h"
 #include "kernels/device/gpu_architecture.h"
 

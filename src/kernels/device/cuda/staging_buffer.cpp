@@ -7,7 +7,7 @@
 #include <sys/mman.h>
 
 #include "core/error.h"
-#include "core/thread.h"
+#include "core/parallel.h"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/pinned_memory.h"
 
