@@ -1,19 +1,10 @@
-# `cmake --install` and packages: the program, its man page, configs, the scripts that users need, and pages.
+# `cmake --install` and packages: the program, configs, the scripts that users need, and pages.
 include(GNUInstallDirs)
 set(CMAKE_SKIP_INSTALL_ALL_DEPENDENCY ON)  # tests need not be built
 
 # Libraries of MPI and CUDA are found where they were when it was built.
 set_target_properties(parka PROPERTIES INSTALL_RPATH_USE_LINK_PATH ON)
 install(TARGETS parka)
-
-# What the program prints of its own commands, when it is installed.
-set(texts ${CMAKE_BINARY_DIR}/install)
-file(MAKE_DIRECTORY ${texts})
-install(CODE "
-  set(parka \"$<TARGET_FILE:parka>\")
-  execute_process(COMMAND \${parka} man COMMAND gzip -9n OUTPUT_FILE ${texts}/parka.1.gz COMMAND_ERROR_IS_FATAL ANY)
-")
-install(FILES ${texts}/parka.1.gz DESTINATION ${CMAKE_INSTALL_MANDIR}/man1)
 
 set(shared ${CMAKE_INSTALL_DATADIR}/parka)
 install(DIRECTORY configs examples DESTINATION ${shared})

@@ -1,11 +1,9 @@
-"""Help and the man page: they come from the same tree of commands and options, and say defaults."""
+"""Help: it comes from the tree of commands and options, and says defaults."""
 import fcntl
 import os
 import re
-import shutil
 import struct
 import subprocess
-import tempfile
 import termios
 import unittest
 from pathlib import Path
@@ -13,7 +11,7 @@ from pathlib import Path
 from parka_runs import PROGRAM
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ["train", "plan", "eval", "generate", "import", "export", "bench", "tune", "data", "config", "version", "man"]
+COMMANDS = ["train", "plan", "eval", "generate", "import", "export", "bench", "tune", "data", "config", "version"]
 
 
 def output(*arguments):
@@ -88,24 +86,6 @@ class Version(unittest.TestCase):
                           if name not in facts], [])
         self.assertRegex(facts["commit"], r"^([0-9a-f]{7,}|unknown|v?\d)")
         self.assertIn("-march=", facts["build"])
-
-
-class ManPage(unittest.TestCase):
-    def test_it_has_every_command_and_option(self):
-        page = output("man").replace("\\-", "-")
-        for command in COMMANDS:
-            self.assertIn(f"\n.SS parka {command}\n", page)
-            for option in re.findall(r"(?<=[\s,])--[a-z-]+", output(command, "--help").split("Options:")[1].split("\n\n")[0]):
-                self.assertIn(option, page)
-        self.assertIn(".SS parka config show", page)
-
-    @unittest.skipIf(shutil.which("man") is None or shutil.which("groff") is None, "needs man and groff")
-    def test_groff_accepts_it(self):
-        with tempfile.NamedTemporaryFile("w", suffix=".1") as file:
-            file.write(output("man"))
-            file.flush()
-            result = subprocess.run(["groff", "-man", "-ww", "-Tutf8", "-z", file.name], capture_output=True, text=True)
-        self.assertEqual((result.returncode, result.stderr), (0, ""))
 
 
 class Schema(unittest.TestCase):

@@ -10,8 +10,7 @@ from pathlib import Path
 
 BUILD = os.environ.get("BUILD_FOLDER", "build/release")
 ROOT = Path(__file__).resolve().parents[2]
-EXPECTED = ["bin/parka", "share/man/man1/parka.1.gz",
-            "share/parka/configs/quickstart.json", "share/parka/configs/parka.schema.json",
+EXPECTED = ["bin/parka", "share/parka/configs/quickstart.json", "share/parka/configs/parka.schema.json",
             "share/parka/configs/tuning/llama2-7b.parka.tuning.json",
             "share/parka/scripts/prepare_data.py", "share/parka/scripts/plot.py", "share/parka/scripts/launch.sh",
             "share/parka/scripts/requirements.txt", "share/doc/parka/copyright", "share/doc/parka/docs/install.md",

@@ -95,54 +95,9 @@ class HelpFormatter final : public CLI::Formatter {
   }
 };
 
-// Text as roff prints it: no line begins with a request, and a hyphen is the character of the command line.
-std::string roff(const std::string& text) {
-  std::string escaped;
-  for (const char c : text) {
-    const bool begins_line = escaped.empty() || escaped.back() == '\n';
-    if (begins_line && (c == '.' || c == '\'')) escaped += "\\&";
-    escaped += c == '\\' ? "\\e" : c == '-' ? "\\-" : std::string(1, c);
-  }
-  return escaped;
-}
-
-std::string roff_options(const CLI::App& app) {
-  std::string page;
-  for (const CLI::Option* option : app.get_options()) {
-    const std::string names = option->get_positional() ? option->get_name(true) : option->get_name(false, true);
-    page += fmt::format(".TP\n\\fB{}\\fR\\fI{}\\fR\n{}\n", roff(names), roff(value_part(*option)),
-                        roff(description_of(*option)));
-  }
-  return page;
-}
-
-// A command with its options; those of commands that have commands themselves are their commands'.
-std::string roff_command(const CLI::App& command, const std::string& parents) {
-  const std::string name = parents + " " + command.get_name();
-  std::string page = fmt::format(".SS {}\n{}\n", roff(name), roff(command.get_description()));
-  const std::vector<const CLI::App*> subcommands = command.get_subcommands([](const CLI::App*) { return true; });
-  if (subcommands.empty()) page += roff_options(command);
-  for (const CLI::App* subcommand : subcommands) page += roff_command(*subcommand, name);
-  return page;
-}
-
 }  // namespace
 
 std::shared_ptr<CLI::FormatterBase> make_help_formatter() { return std::make_shared<HelpFormatter>(); }
-
-std::string man_page(const CLI::App& app, const std::string& version) {
-  std::string page = fmt::format(
-      ".TH PARKA 1 \"\" \"parka {}\" \"User Commands\"\n"
-      ".SH NAME\nparka \\- train language models with FP8 optimizer states and activations\n"
-      ".SH SYNOPSIS\n.B parka\n[\\fIOPTIONS\\fR] \\fICOMMAND\\fR [\\fIARGUMENTS\\fR]\n"
-      ".SH DESCRIPTION\n{}\n.SH OPTIONS\n{}.SH COMMANDS\n",
-      version, roff(app.get_description()), roff_options(app));
-  for (const CLI::App* command : app.get_subcommands([](const CLI::App*) { return true; })) {
-    page += roff_command(*command, "parka");
-  }
-  const std::string footer = app.get_footer();
-  return page + ".SH NOTES\n" + roff(footer.substr(std::min(footer.find_first_not_of('\n'), footer.size()))) + "\n";
-}
 
 namespace {
 

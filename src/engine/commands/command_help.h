@@ -9,14 +9,11 @@ class FormatterBase;
 class ParseError;
 }  // namespace CLI
 
-// The tree of commands and options, as text: for `--help` and for `parka man`.
+// The tree of commands and options, as text: for `--help`, and for what does not fit it.
 namespace parka {
 
 // For CLI::App::formatter(): an option's line ends with its default and with the option that it needs.
 std::shared_ptr<CLI::FormatterBase> make_help_formatter();
-
-// The man page parka(1) of a program with these commands, as roff.
-std::string man_page(const CLI::App& app, const std::string& version);
 
 // Says what is wrong with a command line that CLI11 could not read, and what to do about it. `arguments` were
 // parsed, without the program.

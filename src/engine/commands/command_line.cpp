@@ -473,7 +473,6 @@ void add_all(CLI::App& app, CommandLine& line) {
   add_data(app, line.data);
   add_config(app, line.config);
   add_version(app, line.version);
-  app.add_subcommand("man", "Print the man page, as roff.");  // for packages
   check_paths(app);
 }
 
@@ -494,7 +493,6 @@ int run_command(const CLI::App& app, const CommandLine& line) {
   if (app.got_subcommand("data")) return run_data(line.data);
   if (app.got_subcommand("config")) return run_config(line.config);
   if (app.got_subcommand("version")) return print_text(version_text(line.version.verbose));
-  if (app.got_subcommand("man")) return print_text(man_page(app, parka_version()));
   print_text(app.help());
   return static_cast<int>(ExitCode::kBadInput);
 }
