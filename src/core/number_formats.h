@@ -84,8 +84,6 @@ struct Float8Layout {
   static constexpr uint32_t kMinNormalBits = std::bit_cast<uint32_t>(kFormat.min_normal);
   // The power of two whose unit in the last place, in float32, is the format's smallest subnormal.
   static constexpr float kSubnormalMagic = kFormat.min_subnormal * 0x1p23f;
-  static constexpr int kFixedBits = 27;  // of fraction, when a subnormal is counted in units of the smallest one
-  static constexpr float kToFixed = 0x1p27f / kFormat.min_subnormal;
 };
 
 // The code of x, given the two candidates for its magnitude's code.
@@ -111,20 +109,6 @@ PARKA_HOST_DEVICE inline uint8_t encode_float8(float x) {
   return float8_code<kFormat>(u, clamped, normal, subnormal);
 }
 
-template <const Float8Traits& kFormat>
-PARKA_HOST_DEVICE inline uint8_t encode_float8_stochastic(float x, uint32_t random) {
-  using Layout = Float8Layout<kFormat>;
-  const uint32_t u = std::bit_cast<uint32_t>(x);
-  const uint32_t clamped = smaller(u & ~kSignBit, Layout::kMaxBits);
-  const uint32_t carried = (clamped + (random & ((1u << Layout::kShift) - 1u))) >> Layout::kShift;
-  const uint32_t normal = carried - (Layout::kBiasDifference << kFormat.mantissa_bits);
-  // Fixed point, where adding random bits below the point rounds as above. At most 8 units (E4M3): below 2^31.
-  const float small = std::bit_cast<float>(smaller(clamped, Layout::kMinNormalBits));
-  const uint32_t fixed = static_cast<uint32_t>(static_cast<int32_t>(small * Layout::kToFixed));
-  const uint32_t subnormal = (fixed + (random & ((1u << Layout::kFixedBits) - 1u))) >> Layout::kFixedBits;
-  return float8_code<kFormat>(u, clamped, normal, subnormal);
-}
-
 // The value of a code's low 7 bits as if the largest exponent were an ordinary one, with the code's sign.
 template <const Float8Traits& kFormat>
 PARKA_HOST_DEVICE inline float decode_float8(uint8_t bits) {
@@ -143,16 +127,6 @@ PARKA_HOST_DEVICE inline float decode_float8(uint8_t bits) {
 
 PARKA_HOST_DEVICE inline Float8E4M3 encode_e4m3(float x) { return {detail::encode_float8<kE4M3Traits>(x)}; }
 PARKA_HOST_DEVICE inline Float8E5M2 encode_e5m2(float x) { return {detail::encode_float8<kE5M2Traits>(x)}; }
-
-// Like encode_e4m3 and encode_e5m2, but rounds away from zero with probability equal to the discarded fraction.
-// The low 20 (E4M3) or 21 (E5M2) bits of `random` decide, for magnitudes below min_normal the low 27: there the
-// fraction counts in whole 2^-27ths of min_subnormal.
-PARKA_HOST_DEVICE inline Float8E4M3 encode_e4m3_stochastic(float x, uint32_t random) {
-  return {detail::encode_float8_stochastic<kE4M3Traits>(x, random)};
-}
-PARKA_HOST_DEVICE inline Float8E5M2 encode_e5m2_stochastic(float x, uint32_t random) {
-  return {detail::encode_float8_stochastic<kE5M2Traits>(x, random)};
-}
 
 PARKA_HOST_DEVICE inline float decode_e4m3(Float8E4M3 x) {
   const uint32_t value = std::bit_cast<uint32_t>(detail::decode_float8<kE4M3Traits>(x.bits));

@@ -39,10 +39,8 @@ struct Float8Format {
   int mantissa_bits, exponent_bias;
   uint32_t max_code;   // largest finite value
   uint32_t first_nan;  // magnitude codes from here are NaN; those between are infinity
-  int random_bits;     // that stochastic rounding uses for a normal result
   Float8Traits traits;
   uint8_t (*encode)(float);
-  uint8_t (*encode_stochastic)(float, uint32_t);
   float (*decode)(uint8_t);
 
   double value(uint32_t magnitude_code) const {
@@ -57,15 +55,11 @@ struct Float8Format {
 };
 
 const std::array<Float8Format, 2> kFloat8Formats{{
-    {"e4m3", 3, 7, 0x7e, 0x7f, 20, kE4M3Traits, [](float x) { return encode_e4m3(x).bits; },
-     [](float x, uint32_t random) { return encode_e4m3_stochastic(x, random).bits; },
+    {"e4m3", 3, 7, 0x7e, 0x7f, kE4M3Traits, [](float x) { return encode_e4m3(x).bits; },
      [](uint8_t bits) { return decode_e4m3({bits}); }},
-    {"e5m2", 2, 15, 0x7b, 0x7d, 21, kE5M2Traits, [](float x) { return encode_e5m2(x).bits; },
-     [](float x, uint32_t random) { return encode_e5m2_stochastic(x, random).bits; },
+    {"e5m2", 2, 15, 0x7b, 0x7d, kE5M2Traits, [](float x) { return encode_e5m2(x).bits; },
      [](uint8_t bits) { return decode_e5m2({bits}); }},
 }};
-
-constexpr int kSubnormalRandomBits = 27;
 
 double bf16_value(uint32_t magnitude_code) { return value_by_definition(magnitude_code, 7, 127); }
 
@@ -157,10 +151,6 @@ TEST_CASE("FP8: saturates, infinities too", "[number_formats]") {
     for (float x : {max, next_up(max), next_down(max + half_step), max + half_step, next_up(max + half_step),
                     max + 2 * half_step, 2 * max, kFloatMax, kInfinity}) {
       wrong += format.encode(x) != format.max_code || format.encode(-x) != (0x80 | format.max_code);
-      for (uint32_t random : {0u, 1u, 0x7ffffffu, 0xfffffu, 0x1fffffu, 0xffffffffu}) {
-        wrong += format.encode_stochastic(x, random) != format.max_code;
-        wrong += format.encode_stochastic(-x, random) != (0x80 | format.max_code);
-      }
     }
     CHECK(wrong == 0);
   }
@@ -172,120 +162,12 @@ TEST_CASE("FP8: one NaN, signed zeros, float denormals", "[number_formats]") {
     int wrong = 0;
     for (uint32_t pattern : kNanPatterns) {
       wrong += format.encode(float_of(pattern)) != 0x7f;
-      wrong += format.encode_stochastic(float_of(pattern), 0) != 0x7f;
-      wrong += format.encode_stochastic(float_of(pattern), 0xffffffffu) != 0x7f;
     }
     for (float x : {0.0f, kFloatDenormMin, 0x1p-127f, next_down(0x1p-126f)}) {
       wrong += format.encode(x) != 0 || format.encode(-x) != 0x80;
     }
     CHECK(wrong == 0);
     CHECK(same_bits(format.decode(0x80), -0.0f));
-  }
-}
-
-TEST_CASE("FP8 stochastic rounding never changes a representable value", "[number_formats]") {
-  for (const Float8Format& format : kFloat8Formats) {
-    CAPTURE(format.name);
-    int wrong = 0;
-    for (uint32_t code = 0; code < 256; ++code) {
-      if ((code & 0x7f) > format.max_code) continue;
-      const float x = format.decode(static_cast<uint8_t>(code));
-      for (uint64_t draw = 0; draw < 250; ++draw) {
-        for (uint32_t random : philox4x32(1, 2, draw)) wrong += format.encode_stochastic(x, random) != code;
-      }
-      wrong += format.encode_stochastic(x, 0) != code || format.encode_stochastic(x, 0xffffffffu) != code;
-    }
-    CHECK(wrong == 0);
-  }
-}
-
-namespace {
-
-// How often x > 0 rounds up over all values of the low `random_bits` bits; -1 if any result is not a neighbour of x
-// or depends on the other bits.
-int64_t times_rounded_up(const Float8Format& format, float x, int random_bits) {
-  const uint32_t below = format.code_below(x);
-  int64_t up = 0, wrong = 0;
-  for (uint32_t random = 0; random < (1u << random_bits); ++random) {
-    const uint32_t code = format.encode_stochastic(x, random);
-    up += code == below + 1;
-    wrong += code != below && code != below + 1;
-    // Other high bits and the other sign, tried on a part of the sweep.
-    if (random % 64 == 0) {
-      const uint32_t other = format.encode_stochastic(-x, random | (~0u << random_bits));
-      wrong += other != (0x80 | code);
-    }
-  }
-  return wrong == 0 ? up : -1;
-}
-
-// In units of 2^-random_bits.
-double fraction_above(const Float8Format& format, float x, int random_bits) {
-  const uint32_t below = format.code_below(x);
-  const double low = format.value(below), high = format.value(below + 1);
-  return std::ldexp((x - low) / (high - low), random_bits);
-}
-
-}  // namespace
-
-TEST_CASE("FP8 stochastic rounding goes up exactly as often as the fraction says", "[number_formats]") {
-  for (const Float8Format& format : kFloat8Formats) {
-    const float min_normal = format.traits.min_normal;
-    for (float x : {next_up(min_normal), 0x1.3p-5f, 0x1.2p0f, 1.7f, next_down(2.0f), 3.3333f, 0x1.23456p7f,
-                    next_down(format.traits.max)}) {
-      CAPTURE(format.name, x);
-      const double fraction = fraction_above(format, x, format.random_bits);
-      CHECK(fraction == std::floor(fraction));
-      CHECK(static_cast<double>(times_rounded_up(format, x, format.random_bits)) == fraction);
-    }
-  }
-}
-
-TEST_CASE("FP8 stochastic rounding of subnormals goes up as often as the fraction says", "[number_formats][slow]") {
-  const Float8Format& format = kFloat8Formats[GENERATE(0, 1)];
-  CAPTURE(format.name);
-  // Up exactly when the draw is at least a threshold that the fraction sets, checked on both sides of it.
-  int wrong = 0;
-  const uint32_t first_normal = 1u << format.mantissa_bits;
-  for (uint32_t code = 0; code < first_normal; ++code) {
-    const float low = static_cast<float>(format.value(code)), high = static_cast<float>(format.value(code + 1));
-    for (float x : {next_up(low), low + (high - low) * 0x1p-20f, low + (high - low) * 0.3f, (low + high) / 2,
-                    low + (high - low) * 0.77f, next_down(high)}) {
-      const double fraction = std::floor(fraction_above(format, x, kSubnormalRandomBits));
-      const auto threshold = (1u << kSubnormalRandomBits) - static_cast<uint32_t>(fraction);
-      for (uint32_t high_bits : {0u, ~0u << kSubnormalRandomBits}) {
-        const auto is_up = [&](uint32_t random) {
-          return format.encode_stochastic(x, high_bits | random) == code + 1;
-        };
-        const auto is_down = [&](uint32_t random) {
-          return format.encode_stochastic(x, high_bits | random) == code;
-        };
-        wrong += !is_down(0) || !is_down(threshold / 2) || !is_down(threshold - 1);
-        if (fraction > 0) wrong += !is_up(threshold) || !is_up((1u << kSubnormalRandomBits) - 1);
-      }
-    }
-  }
-  CHECK(wrong == 0);
-
-  // And one full sweep.
-  const float x = 2.6180339f * format.traits.min_subnormal;
-  const double fraction = fraction_above(format, x, kSubnormalRandomBits);
-  CHECK(fraction == std::floor(fraction));
-  CHECK(static_cast<double>(times_rounded_up(format, x, kSubnormalRandomBits)) == fraction);
-}
-
-TEST_CASE("FP8 stochastic rounding of floats far below the smallest subnormal gives a signed zero",
-          "[number_formats]") {
-  for (const Float8Format& format : kFloat8Formats) {
-    CAPTURE(format.name);
-    int wrong = 0;
-    for (float x : {0.0f, kFloatDenormMin, 0x1p-126f, next_down(format.traits.min_subnormal * 0x1p-27f)}) {
-      for (uint32_t random : {0u, 0x7ffffffu, 0xffffffffu}) {
-        wrong += format.encode_stochastic(x, random) != 0 || format.encode_stochastic(-x, random) != 0x80;
-      }
-    }
-    CHECK(wrong == 0);
-    CHECK(format.encode_stochastic(format.traits.min_subnormal * 0x1p-27f, 0x7ffffffu) == 1);
   }
 }
 
