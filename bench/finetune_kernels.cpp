@@ -108,32 +108,6 @@ void bench_adapters(Bench& bench, const ModelShape& m) {
   }
 }
 
-// Those of 448 adapters, in the moments' format of recipe `parka`: with a kernel for each tensor they take far
-// longer.
-void bench_adapter_steps(Bench& bench, const ModelShape& m) {
-  constexpr int64_t kTensors = 448, kRank = 64;
-  bench.time(
-      m.name, "adamw_steps.fp8",
-      [&](Tensors& t) {
-        AdamwSteps steps;
-        const TensorView scale = t.fp32({1});
-        for (int64_t i = 0; i < kTensors; ++i) {
-          const int64_t N = kRank * m.d;
-          const auto moment = [&] {
-            const MomentView x{t.make(DType::kE4M3, {N}), t.fp32({N / kMomentGroup}),
-                               t.make(DType::kU8, {N / kMomentGroup})};
-            for (const TensorView& zeros : {x.values, x.amax, x.exponent}) t.fill_zero(zeros);
-            return x;
-          };
-          const MomentView exp_avg = moment(), exp_avg_sq = moment();
-          steps.steps.push_back(make_adamw_step(t, exp_avg, exp_avg_sq));
-          steps.steps.back().grad_scale = scale;
-        }
-        return steps;
-      },
-      adamw_steps);
-}
-
 // The largest tensor of a block in NF4, with scales in fp32 and in 8 bits.
 void bench_4bit(Bench& bench, const ModelShape& m) {
   const int64_t N = 2 * m.f * m.d, blocks = ceil_div(N, Dequantize4Bit().block_size);
@@ -173,7 +147,6 @@ void bench_finetune(Bench& bench, const ModelShape& model) {
   bench_dropout(bench, model);
   bench_adapters(bench, model);
   bench_side(bench, model);
-  bench_adapter_steps(bench, model);
   bench_4bit(bench, model);
 }
 

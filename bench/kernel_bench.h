@@ -10,7 +10,7 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "kernels/op/cost.h"
+#include "kernels/op/define.h"
 #include "kernels/ops.h"
 
 // Times ops alone, on tensors of their own.

@@ -9,7 +9,7 @@
 #include "comm/transport.h"
 #include "core/parallel.h"
 #include "kernels/device/device.h"
-#include "kernels/ops/elementwise/add.h"
+#include "kernels/ops/elementwise/pointwise.h"
 
 namespace parka {
 namespace {

@@ -20,9 +20,8 @@ struct KvCache {
   KvCache(const ModelConfig& model, const PrecisionConfig& precision, const CacheShape& shape, MemoryPlan& plan);
 
   CacheShape shape;
-  std::vector<TensorId>
-      blocks;               // [slots, max_length, 2 * Hkv * D] for each block, see ops/attention/attention_decode.h
-  TensorId slot, position;  // [max(slots, max_length)] int32: of the rows of the batch at hand
+  std::vector<TensorId> blocks;  // [slots, max_length, 2 * Hkv * D] for each block, see ops/attention/attention.h
+  TensorId slot, position;       // [max(slots, max_length)] int32: of the rows of the batch at hand
   // [slots, D] fp32: rows of the rotary table, of positions that are no neighbours; of that of blocks with a window
   // where it is another one.
   TensorId cos_sin, windowed_cos_sin;

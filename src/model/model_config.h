@@ -4,7 +4,7 @@
 #include "core/config_fields.h"
 #include "core/dtype.h"
 #include "kernels/ops/attention/rope.h"
-#include "kernels/ops/elementwise/activation.h"
+#include "kernels/ops/elementwise/pointwise.h"
 #include "kernels/ops/norm/norm.h"
 #include "kernels/ops/norm/qk_norm.h"
 #include "kernels/ops/swiglu/swiglu.h"

@@ -4,7 +4,6 @@
 
 #include <fmt/format.h>
 
-#include "kernels/ops/quantize/amax.h"
 #include "kernels/ops/quantize/quantize.h"
 #include "model/phases.h"
 #include "model/vision/vision_tower.h"

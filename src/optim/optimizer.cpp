@@ -443,7 +443,6 @@ void Optimizer::set_last_norm(Device& device, double norm) const {
 
 void Optimizer::update_parameters(Device& device, const Update& update, const std::vector<size_t>& indices,
                                   const std::function<void(size_t parameter)>& before_update) {
-  AdamwSteps together;
   for (const size_t i : indices) {
     if (before_update) before_update(i);
     if (own_range(i).size() == 0) continue;
@@ -451,13 +450,10 @@ void Optimizer::update_parameters(Device& device, const Update& update, const st
       stream_->update(i, [&](int64_t first, const ParameterState& part) {
         adamw_step(device, step_of(update, i, first, part));
       });
-    } else if (is_added(parameters_[i])) {
-      together.steps.push_back(step_of(update, i, 0, parameter_state(i)));
     } else {
       adamw_step(device, step_of(update, i, 0, parameter_state(i)));
     }
   }
-  adamw_steps(device, together);
 }
 
 AdamwStep Optimizer::step_of(const Update& update, size_t i, int64_t first, const ParameterState& part) const {

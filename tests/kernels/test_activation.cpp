@@ -1,4 +1,4 @@
-#include "kernels/ops/elementwise/activation.h"
+#include "kernels/ops/elementwise/pointwise.h"
 
 #include <cmath>
 #include <utility>

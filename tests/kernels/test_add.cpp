@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "kernels/ops/elementwise/add.h"
+#include "kernels/ops/elementwise/pointwise.h"
 #include "kernels/ops/gemm/gemm.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"

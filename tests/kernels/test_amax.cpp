@@ -2,7 +2,7 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "kernels/ops/quantize/amax.h"
+#include "kernels/ops/quantize/quantize.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 

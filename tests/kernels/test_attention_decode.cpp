@@ -1,11 +1,10 @@
-#include "kernels/ops/attention/attention_decode.h"
+#include "kernels/ops/attention/attention.h"
 
 #include <algorithm>
 #include <cmath>
 #include <ostream>
 #include <vector>
 
-#include "kernels/ops/attention/attention.h"
 #include "tests/kernels/attention_reference.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"

@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "kernels/ops/elementwise/bias.h"
+#include "kernels/ops/elementwise/pointwise.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 

@@ -1,4 +1,4 @@
-#include "kernels/ops/attention/context_heads.h"
+#include "kernels/ops/attention/attention.h"
 
 #include <vector>
 

@@ -1,7 +1,7 @@
 #include <cmath>
 #include <vector>
 
-#include "kernels/ops/elementwise/dropout.h"
+#include "kernels/ops/elementwise/pointwise.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 

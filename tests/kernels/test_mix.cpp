@@ -4,7 +4,7 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "kernels/ops/elementwise/mix.h"
+#include "kernels/ops/elementwise/side_network.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 

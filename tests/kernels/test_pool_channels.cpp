@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "core/philox.h"
-#include "kernels/ops/elementwise/pool_channels.h"
+#include "kernels/ops/elementwise/side_network.h"
 #include "tests/kernels/op_bounds.h"
 #include "tests/support/catch.h"
 

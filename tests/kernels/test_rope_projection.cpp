@@ -1,6 +1,5 @@
-#include "kernels/ops/attention/rope_projection.h"
+#include "kernels/ops/attention/rope.h"
 
-#include "kernels/ops/attention/rope_projection.h"
 #include "tests/kernels/exact_products.h"
 #include "tests/kernels/float8_devices.h"
 #include "tests/kernels/rope_case.h"

@@ -1,4 +1,4 @@
-#include "kernels/ops/swiglu/swiglu_projection.h"
+#include "kernels/ops/swiglu/swiglu.h"
 
 #include "tests/kernels/exact_products.h"
 #include "tests/kernels/float8_devices.h"

@@ -145,28 +145,6 @@ double minimise_quadratic(const OptimizerConfig& config) {
 
 }  // namespace
 
-TEST_CASE("adapters are updated by one op, with the bits of other parameters", "[optim]") {
-  std::vector<ParameterInfo> adapters = small_table();
-  adapters[0].role = ParameterRole::kAdapterIn;
-  adapters[2].role = ParameterRole::kAdapterOut;
-  for (const OptimizerConfig& config : all_configs()) {
-    TestRun plain(config), adapted(config, adapters);
-    for (TestRun* run : {&plain, &adapted}) run->initialize(3);
-    for (int64_t t = 1; t <= 2; ++t) {
-      plain.step_with_random_gradient(t);
-      adapted.device.start_op_timer();
-      adapted.step_with_random_gradient(t);
-      int64_t together = 0, alone = 0;
-      for (const OpTime& time : adapted.device.stop_op_timer()) {
-        together += time.op == "adamw_steps";
-        alone += time.op == "adamw_step";
-      }
-      CHECK((together == 1 && alone == 1));
-    }
-    CHECK(adapted.bytes() == plain.bytes());
-  }
-}
-
 TEST_CASE("the plan has what each state format and master form needs, per parameter", "[optim][optimizer]") {
   struct Case {
     StateFormat states;

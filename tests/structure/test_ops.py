@@ -52,12 +52,12 @@ class Ops(unittest.TestCase):
         with tempfile.TemporaryDirectory(prefix="parka-test-") as folder:
             root = Path(folder)
             shutil.copytree(ROOT / "src/kernels", root / "src/kernels")
-            with open(root / "src/kernels/cuda/elementwise/add.cu", "a", encoding="utf-8") as file:
+            with open(root / "src/kernels/cuda/elementwise/pointwise.cu", "a", encoding="utf-8") as file:
                 file.write('auto* one = device.workspace("add", workspace_of(a));\n'
                            'auto* two = static_cast<float*>(device.workspace("gemm", 4 * rows));\n')
             found = workspace_faults(root)
-        self.assertEqual(found, ["add.cu: add takes workspace, and its header declares no workspace_of()",
-                                 "add.cu: takes 4 * rows bytes of workspace, not workspace_of(a)"])
+        self.assertEqual(found, ["pointwise.cu: add takes workspace, and its header declares no workspace_of()",
+                                 "pointwise.cu: takes 4 * rows bytes of workspace, not workspace_of(a)"])
 
 
 if __name__ == "__main__":

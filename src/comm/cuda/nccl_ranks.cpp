@@ -17,7 +17,7 @@
 #include "comm/nccl_ranks.h"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
-#include "kernels/ops/elementwise/add.h"
+#include "kernels/ops/elementwise/pointwise.h"
 
 namespace parka {
 namespace {

@@ -22,8 +22,8 @@
 #include "engine/step/parameter_exchange.h"
 #include "engine/step/recorded_step.h"
 #include "kernels/device/recording_device.h"
-#include "kernels/ops/attention/rope_projection.h"
-#include "kernels/ops/swiglu/swiglu_projection.h"
+#include "kernels/ops/attention/rope.h"
+#include "kernels/ops/swiglu/swiglu.h"
 #include "optim/state_stream.h"
 
 namespace parka {

@@ -1,4 +1,4 @@
-#include "kernels/ops/attention/attention_decode.h"
+#include "kernels/ops/attention/attention.h"
 #include "model/layers/attention.h"
 
 namespace parka {

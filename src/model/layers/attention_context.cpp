@@ -1,4 +1,4 @@
-#include "kernels/ops/attention/context_heads.h"
+#include "kernels/ops/attention/attention.h"
 #include "model/layers/attention.h"
 
 // Attention to sequences that C ranks share, each of which has L of their tokens. Between the two exchanges a rank

@@ -3,8 +3,7 @@
 #include <cstddef>
 #include <optional>
 
-#include "kernels/ops/elementwise/bias.h"
-#include "kernels/ops/elementwise/dropout.h"
+#include "kernels/ops/elementwise/pointwise.h"
 #include "kernels/ops/gemm/gemm.h"
 #include "kernels/ops/quantize/quantize.h"
 #include "model/step_context.h"

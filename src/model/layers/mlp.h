@@ -1,7 +1,7 @@
 #pragma once
 #include <string>
 
-#include "kernels/ops/elementwise/activation.h"
+#include "kernels/ops/elementwise/pointwise.h"
 #include "model/layers/swiglu.h"
 
 namespace parka {

@@ -1,7 +1,6 @@
 #include "model/layers/swiglu.h"
 
 #include "kernels/ops/swiglu/swiglu.h"
-#include "kernels/ops/swiglu/swiglu_projection.h"
 
 namespace parka {
 namespace {

@@ -2,8 +2,8 @@
 
 #include <cmath>
 
-#include "kernels/ops/elementwise/activation.h"
-#include "kernels/ops/elementwise/pool_channels.h"
+#include "kernels/ops/elementwise/pointwise.h"
+#include "kernels/ops/elementwise/side_network.h"
 #include "kernels/ops/quantize/quantize.h"
 
 namespace parka {

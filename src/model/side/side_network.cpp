@@ -2,7 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/ops/elementwise/mix.h"
+#include "kernels/ops/elementwise/side_network.h"
 #include "kernels/ops/gemm/gemm.h"
 #include "kernels/ops/norm/norm.h"
 #include "model/layers/embedding.h"

@@ -2,7 +2,7 @@
 
 #include <string>
 
-#include "kernels/ops/elementwise/activation.h"
+#include "kernels/ops/elementwise/pointwise.h"
 
 namespace parka {
 namespace {

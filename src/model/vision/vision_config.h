@@ -5,7 +5,7 @@
 #include "core/config_fields.h"
 #include "core/error.h"
 #include "core/tensor.h"
-#include "kernels/ops/elementwise/activation.h"
+#include "kernels/ops/elementwise/pointwise.h"
 
 namespace parka {
 

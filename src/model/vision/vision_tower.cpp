@@ -2,8 +2,8 @@
 
 #include <vector>
 
-#include "kernels/ops/elementwise/add.h"
 #include "kernels/ops/elementwise/embedding.h"
+#include "kernels/ops/elementwise/pointwise.h"
 #include "kernels/ops/norm/norm.h"
 #include "kernels/ops/quantize/quantize.h"
 #include "model/precision_recipe.h"

@@ -1,4 +1,4 @@
-#include "kernels/ops/attention/attention_decode.h"
+#include "kernels/ops/attention/attention.h"
 
 #include <algorithm>
 #include <cmath>

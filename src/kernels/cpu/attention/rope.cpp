@@ -1,8 +1,8 @@
-#include "kernels/cpu/attention/rope.h"
+#include "kernels/ops/attention/rope.h"
 
 #include "core/parallel.h"
+#include "kernels/cpu/attention/rope.h"
 #include "kernels/cpu/codec.h"
-#include "kernels/ops/attention/rope.h"
 
 namespace parka::cpu {
 namespace {
@@ -41,6 +41,11 @@ void rotate_head(float* head, const float* cos_sin_D, float sign, int64_t D) {
     head[i] = low * cos - high * sin;
     head[i + half] = high * cos + low * sin;
   }
+}
+
+void rope_projection(Device& device, const RopeProjection& a) {
+  cpu::gemm(device, a.projection);
+  cpu::rope_forward(device, a.rope);
 }
 
 }  // namespace parka::cpu

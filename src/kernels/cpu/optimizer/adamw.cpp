@@ -285,10 +285,6 @@ void adamw_step(Device&, const AdamwStep& a) {
   });
 }
 
-void adamw_steps(Device& device, const AdamwSteps& a) {
-  for (const AdamwStep& step : a.steps) cpu::adamw_step(device, step);
-}
-
 void moment_encode(Device&, const MomentEncode& a) {
   const float* values = a.values.as<float>();
   for_each_group(a.values.numel(), [&](const GroupRange& range) {

@@ -119,4 +119,9 @@ void swiglu_backward(Device&, const SwigluBackward& a) {
   if (wants_product) encode_with_transpose(product, a.product, a.product_t, ScaleSource::kGiven);
 }
 
+void swiglu_projection(Device& device, const SwigluProjection& a) {
+  cpu::gemm(device, a.projection);
+  cpu::swiglu_forward(device, a.swiglu);
+}
+
 }  // namespace parka::cpu

@@ -7,8 +7,6 @@
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/quantize/matrix_source.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
-#include "kernels/cuda/vector.cuh"
-#include "kernels/device/cuda/check.h"
 
 namespace parka::cuda {
 namespace {
@@ -35,24 +33,20 @@ bool runs_sm90_kernels(const CudaDevice& device, const Args& a) {
          device.properties().minor == 0;
 }
 
-template <typename Args>
-void check_generic(const Args& a) {
-  const int64_t D = AttentionDims(a).D;
+}  // namespace
+
+void check_head_dim(int64_t D) {
   if (D <= kMaxGpuHeadDim) return;
   throw Error(ExitCode::kBadInput, "attention on a GPU takes heads of up to " + std::to_string(kMaxGpuHeadDim) +
                                        " columns, not " + std::to_string(D) + ": use more heads");
 }
 
-void find_out_amax(CudaDevice& device, const AttentionForward& a) {
-  auto* const amax = a.out_amax.as<float>();
-  check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), "attention_forward");
-  with_plain_type(a.out.dtype, [&](auto x) {
-    find_amax(device, PlainSource<decltype(x)>(a.out), a.out.dim[0], a.out.dim[1], amax);
+void find_out_amax(CudaDevice& device, const char* op, const TensorView& out, const TensorView& amax) {
+  check(cudaMemsetAsync(amax.data, 0, sizeof(float), device.stream()), op);
+  with_plain_type(out.dtype, [&](auto x) {
+    find_amax(device, PlainSource<decltype(x)>(out), out.dim[0], out.dim[1], amax.as<float>());
   });
-  check_launch("attention_forward");
 }
-
-}  // namespace
 
 void attention_forward(Device& device, const AttentionForward& a) {
   CudaDevice& cuda = as_cuda(device);
@@ -63,10 +57,10 @@ void attention_forward(Device& device, const AttentionForward& a) {
     }
     attention_forward_mma(cuda, a);
   } else {
-    check_generic(a);
+    check_head_dim(AttentionDims(a).D);
     attention_forward_generic(cuda, a);
   }
-  if (!a.out_amax.empty()) find_out_amax(cuda, a);
+  if (!a.out_amax.empty()) find_out_amax(cuda, "attention_forward", a.out, a.out_amax);
 }
 
 void attention_backward(Device& device, const AttentionBackward& a) {
@@ -78,7 +72,7 @@ void attention_backward(Device& device, const AttentionBackward& a) {
     auto* const backward = runs_sm90_kernels(cuda, a) ? attention_backward_sm90 : attention_backward_mma;
     backward(cuda, a);
   } else {
-    check_generic(a);
+    check_head_dim(AttentionDims(a).D);
     attention_backward_generic(cuda, a);
   }
 }

@@ -1,7 +1,6 @@
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/attention/attention_tiles.cuh"
 #include "kernels/cuda/attention/wide_key_gradient.cuh"
-#include "kernels/device/cuda/check.h"
 #include "kernels/op/workspace.h"
 
 // Three kernels. The first computes the statistics of each row that the others need. In the second a block sums a

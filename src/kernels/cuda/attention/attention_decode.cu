@@ -1,4 +1,4 @@
-#include "kernels/ops/attention/attention_decode.h"
+#include "kernels/ops/attention/attention.h"
 
 #include <cfloat>
 #include <string>
@@ -6,7 +6,6 @@
 #include "kernels/cuda/attention/attention_rows.cuh"
 #include "kernels/cuda/quantize/matrix_source.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
-#include "kernels/device/cuda/check.h"
 #include "kernels/op/workspace.h"
 
 // Split-KV decoding: a few new rows attend to thousands of keys each. The keys of a row and head, those of its
@@ -104,48 +103,36 @@ __global__ void __launch_bounds__(kThreads)
   store_row(out + row_and_head * dims.D, dims.D, acc);
 }
 
-void find_out_amax(CudaDevice& device, const AttentionDecode& a) {
-  auto* const amax = a.out_amax.as<float>();
-  check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), "attention_decode");
-  with_plain_type(a.out.dtype, [&](auto x) {
-    find_amax(device, PlainSource<decltype(x)>(a.out), a.out.dim[0], a.out.dim[1], amax);
-  });
-  check_launch("attention_decode");
-}
-
 }  // namespace
 
 void cache_append(Device& device, const CacheAppend& a) {
   with_plain_type(a.qkv.dtype, [&](auto type) {
     using T = decltype(type);
-    append_kernel<T><<<static_cast<unsigned>(a.qkv.dim[0]), kThreads, 0, as_cuda(device).stream()>>>(
-        a.qkv.as<T>(), a.cache.as<T>(), a.slot.as<int32_t>(), a.position.as<int32_t>(),
-        static_cast<int>(a.qkv.dim[1]), static_cast<int>(a.cache.dim[2]), static_cast<int>(a.cache.dim[1]));
+    launch(as_cuda(device), "cache_append", append_kernel<T>, {a.qkv.dim[0], kThreads}, a.qkv.as<T>(),
+           a.cache.as<T>(), a.slot.as<int32_t>(), a.position.as<int32_t>(), static_cast<int>(a.qkv.dim[1]),
+           static_cast<int>(a.cache.dim[2]), static_cast<int>(a.cache.dim[1]));
   });
-  check_launch("cache_append");
 }
 
 void attention_decode(Device& device, const AttentionDecode& a) {
   CudaDevice& cuda = as_cuda(device);
   const DecodeDims dims(a);
-  if (dims.D > kMaxGpuHeadDim) {
-    throw Error(ExitCode::kBadInput, "attention on a GPU takes heads of up to " + std::to_string(kMaxGpuHeadDim) +
-                                         " columns, not " + std::to_string(dims.D) + ": use more heads");
-  }
+  check_head_dim(dims.D);
   auto* const partials = static_cast<float*>(cuda.workspace("attention_decode", workspace_of(a)));
   const auto blocks = static_cast<unsigned>(ceil_div(int64_t{dims.T} * dims.H, kWarps));
   const dim3 threads(kWarpSize, kWarps);
   with_plain_type(a.qkv.dtype, [&](auto type) {
     using T = decltype(type);
     with_row_size(dims.D, [&](auto n) {
-      piece_kernel<n(), T><<<dim3(blocks, dims.pieces), threads, 0, cuda.stream()>>>(
-          a.qkv.as<T>(), a.cache.as<T>(), a.slot.as<int32_t>(), a.position.as<int32_t>(), partials, dims, a.scale);
-      combine_kernel<n(), T>
-          <<<blocks, threads, 0, cuda.stream()>>>(partials, a.position.as<int32_t>(), a.out.as<T>(), dims);
+      const auto* const position = a.position.as<int32_t>();
+      launch(cuda, "attention_decode", piece_kernel<n(), T>,
+             {dim3(blocks, static_cast<unsigned>(dims.pieces)), threads}, a.qkv.as<T>(), a.cache.as<T>(),
+             a.slot.as<int32_t>(), position, partials, dims, a.scale);
+      launch(cuda, "attention_decode", combine_kernel<n(), T>, {blocks, threads}, partials, position, a.out.as<T>(),
+             dims);
     });
   });
-  check_launch("attention_decode");
-  if (!a.out_amax.empty()) find_out_amax(cuda, a);
+  if (!a.out_amax.empty()) find_out_amax(cuda, "attention_decode", a.out, a.out_amax);
 }
 
 }  // namespace parka::cuda

@@ -1,6 +1,5 @@
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/attention/attention_tiles.cuh"
-#include "kernels/device/cuda/check.h"
 
 // FlashAttention-2: a block keeps a tile of queries and its output, and passes over the keys with an online
 // softmax.
@@ -199,10 +198,9 @@ void launch_forward(CudaDevice& device, const AttentionForward& a) {
   auto* const kernel = attention_forward_kernel<D, kMask>;
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, Tiling::kSharedBytes),
         "attention_forward");
-  kernel<<<static_cast<unsigned>(blocks), Tiling::kThreads, Tiling::kSharedBytes, device.stream()>>>(
-      a.qkv.as<BFloat16>(), first_keys(a), a.out.as<BFloat16>(), a.lse.as<float>(), dims,
-      heads_per_section(heads, bytes_per_head), a.scale * kLog2E);
-  check_launch("attention_forward");
+  launch(device, "attention_forward", kernel, {blocks, Tiling::kThreads, Tiling::kSharedBytes},
+         a.qkv.as<BFloat16>(), first_keys(a), a.out.as<BFloat16>(), a.lse.as<float>(), dims,
+         heads_per_section(heads, bytes_per_head), a.scale * kLog2E);
 }
 
 }  // namespace

@@ -2,7 +2,6 @@
 #include "kernels/cuda/attention/attention_rows.cuh"
 #include "kernels/cuda/attention/rope_pairs.cuh"
 #include "kernels/cuda/quantize/fp8.cuh"
-#include "kernels/device/cuda/check.h"
 #include "kernels/op/workspace.h"
 
 // Attention for any head width and for fp32, with a warp for each row that is written.
@@ -137,8 +136,8 @@ __global__ void __launch_bounds__(kThreads, 1)
   store_gradient(output.d_qkv + v_at, dims.D, d_v, output.amax);
 }
 
-unsigned num_blocks(const AttentionDims& dims, int heads) {
-  return static_cast<unsigned>(ceil_div(int64_t{dims.B} * heads * dims.S, kWarps));
+int64_t num_blocks(const AttentionDims& dims, int heads) {
+  return ceil_div(int64_t{dims.B} * heads * dims.S, kWarps);
 }
 
 }  // namespace
@@ -148,11 +147,11 @@ void attention_forward_generic(CudaDevice& device, const AttentionForward& a) {
   with_plain_type(a.qkv.dtype, [&](auto type) {
     using T = decltype(type);
     with_row_size(dims.D, [&](auto n) {
-      forward_kernel<n(), T><<<num_blocks(dims, dims.H), dim3(kWarpSize, kWarps), 0, device.stream()>>>(
-          a.qkv.as<T>(), first_keys(a), a.out.as<T>(), a.lse.as<float>(), dims, a.scale);
+      launch(device, "attention_forward", forward_kernel<n(), T>,
+             {num_blocks(dims, dims.H), dim3(kWarpSize, kWarps)}, a.qkv.as<T>(), first_keys(a), a.out.as<T>(),
+             a.lse.as<float>(), dims, a.scale);
     });
   });
-  check_launch("attention_forward");
 }
 
 void attention_backward_generic(CudaDevice& device, const AttentionBackward& a) {
@@ -162,15 +161,14 @@ void attention_backward_generic(CudaDevice& device, const AttentionBackward& a) 
   with_plain_type(a.qkv.dtype, [&](auto type) {
     using T = decltype(type);
     with_row_size(dims.D, [&](auto n) {
-      query_gradient_kernel<n(), T><<<num_blocks(dims, dims.H), threads, 0, device.stream()>>>(
-          a.qkv.as<T>(), first_keys(a), a.out.as<T>(), a.d_out.as<T>(), a.lse.as<float>(), delta,
-          GradientOutput<T>(a), dims, a.scale);
-      key_value_gradient_kernel<n(), T><<<num_blocks(dims, dims.Hkv), threads, 0, device.stream()>>>(
-          a.qkv.as<T>(), first_keys(a), a.d_out.as<T>(), a.lse.as<float>(), delta, GradientOutput<T>(a), dims,
-          a.scale);
+      launch(device, "attention_backward", query_gradient_kernel<n(), T>, {num_blocks(dims, dims.H), threads},
+             a.qkv.as<T>(), first_keys(a), a.out.as<T>(), a.d_out.as<T>(), a.lse.as<float>(), delta,
+             GradientOutput<T>(a), dims, a.scale);
+      launch(device, "attention_backward", key_value_gradient_kernel<n(), T>, {num_blocks(dims, dims.Hkv), threads},
+             a.qkv.as<T>(), first_keys(a), a.d_out.as<T>(), a.lse.as<float>(), delta, GradientOutput<T>(a), dims,
+             a.scale);
     });
   });
-  check_launch("attention_backward");
 }
 
 }  // namespace parka::cuda

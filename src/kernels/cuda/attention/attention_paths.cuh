@@ -3,7 +3,7 @@
 #include <type_traits>
 
 #include "core/error.h"
-#include "kernels/device/cuda/cuda_device.h"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/ops/attention/attention.h"
 
 // The implementations that attention.cu chooses from.
@@ -101,6 +101,11 @@ struct alignas(8) RowStatistics {
 };
 // Of all queries, at AttentionDims::query, for calls that attention_backward_mma takes.
 void compute_row_statistics(CudaDevice& device, const AttentionBackward& a, RowStatistics* statistics);
+
+// Refuses heads of D that are too wide for a GPU.
+void check_head_dim(int64_t D);
+// *amax = max |out|
+void find_out_amax(CudaDevice& device, const char* op, const TensorView& out, const TensorView& amax);
 
 // fp32 or bf16, in fp32 arithmetic; D up to kMaxGpuHeadDim. Backward raises d_qkv_amax.
 void attention_forward_generic(CudaDevice& device, const AttentionForward& a);

@@ -3,7 +3,6 @@
 #include <type_traits>
 
 #include "kernels/cuda/attention/attention_paths.cuh"
-#include "kernels/cuda/vector.cuh"
 
 // Rows of a head, of any width up to kMaxGpuHeadDim, spread over a warp: lane l (threadIdx.x) holds elements l,
 // l + 32, ... of a row, N of them.

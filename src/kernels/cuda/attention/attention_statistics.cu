@@ -3,7 +3,6 @@
 
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/attention/attention_rows.cuh"
-#include "kernels/device/cuda/check.h"
 #include "kernels/op/workspace.h"
 
 namespace parka::cuda {
@@ -131,14 +130,12 @@ void attention_statistics(Device& any_device, const AttentionStatistics& a) {
                                .dims = dims,
                                .scale = a.scale};
     with_row_size(dims.D, [&](auto n) {
-      partial_kernel<n(), T><<<static_cast<unsigned>(num_blocks), dim3(kWarpSize, kWarps), 0, device.stream()>>>(
-          attended, static_cast<int>(a.rows), partial);
+      launch(device, "attention_statistics", partial_kernel<n(), T>, {num_blocks, dim3(kWarpSize, kWarps)},
+             attended, static_cast<int>(a.rows), partial);
     });
   });
-  check_launch("attention_statistics");
-  total_kernel<<<1, 1, 0, device.stream()>>>(partial, static_cast<int>(num_blocks), static_cast<float>(items),
-                                             a.totals.as<float>());
-  check_launch("attention_statistics");
+  launch(device, "attention_statistics", total_kernel, {1, 1}, partial, static_cast<int>(num_blocks),
+         static_cast<float>(items), a.totals.as<float>());
 }
 
 }  // namespace parka::cuda

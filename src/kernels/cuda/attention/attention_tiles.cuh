@@ -8,7 +8,6 @@
 #include "kernels/cuda/attention/rope_pairs.cuh"
 #include "kernels/cuda/ptx/mma.cuh"
 #include "kernels/cuda/quantize/fp8.cuh"
-#include "kernels/cuda/vector.cuh"
 
 // Building blocks of the tensor-core attention kernels. A tile is rows of D bf16 elements in shared memory, of
 // which D = kPaddedHeadDim are the heads' own columns, zeros behind them, and a part of a wider row that is not

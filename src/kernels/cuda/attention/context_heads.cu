@@ -1,8 +1,6 @@
-#include "kernels/ops/attention/context_heads.h"
+#include "kernels/ops/attention/attention.h"
 
-#include "kernels/cuda/vector.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
+#include "kernels/cuda/launch.cuh"
 
 namespace parka::cuda {
 namespace {
@@ -47,22 +45,22 @@ __global__ void __launch_bounds__(kThreads) copy_heads(const Unit* in, Unit* out
 }
 
 template <bool kMerges>
-void launch(Device& device, const TensorView& in, const TensorView& out, const TensorView& parts, int64_t num_heads,
-            int64_t num_kv_heads) {
+void move_heads(Device& device, const char* op, const TensorView& in, const TensorView& out,
+                const TensorView& parts, int64_t num_heads, int64_t num_kv_heads) {
   const int64_t C = parts.dim[1], element = size_of(parts.dtype);
   const int64_t head_bytes = C * parts.dim[3] / (num_heads + 2 * num_kv_heads) * element;
   const int64_t num_rows = parts.dim[0] * C * parts.dim[2];
-  PARKA_REQUIRE(num_rows <= INT32_MAX && parts.dim[3] <= INT32_MAX);
+  PARKA_REQUIRE(parts.dim[3] <= INT32_MAX);
   const auto run = [&](auto unit) {
     using Unit = decltype(unit);
     const auto per_head = head_bytes / static_cast<int64_t>(sizeof(Unit));
     const auto queries = static_cast<int>(num_heads / C * per_head),
                keys = static_cast<int>(num_kv_heads / C * per_head);
     const Runs runs = {queries, keys, queries + 2 * keys, static_cast<int>(C), parts.dim[2]};
-    copy_heads<Unit, kMerges><<<static_cast<unsigned>(num_rows), kThreads, 0, as_cuda(device).stream()>>>(
-        static_cast<const Unit*>(in.data), static_cast<Unit*>(out.data), runs);
+    launch(as_cuda(device), op, copy_heads<Unit, kMerges>, {num_rows, kThreads}, static_cast<const Unit*>(in.data),
+           static_cast<Unit*>(out.data), runs);
   };
-  if (head_bytes % 16 == 0 && is_aligned(in.data, 16) && is_aligned(out.data, 16)) {
+  if (head_bytes % 16 == 0 && are_aligned({in.data, out.data})) {
     run(uint4{});
   } else if (element == 4) {
     run(uint32_t{});
@@ -74,13 +72,11 @@ void launch(Device& device, const TensorView& in, const TensorView& out, const T
 }  // namespace
 
 void split_heads(Device& device, const SplitHeads& a) {
-  launch</*kMerges=*/false>(device, a.x, a.parts, a.parts, a.num_heads, a.num_kv_heads);
-  check_launch("split_heads");
+  move_heads</*kMerges=*/false>(device, "split_heads", a.x, a.parts, a.parts, a.num_heads, a.num_kv_heads);
 }
 
 void merge_heads(Device& device, const MergeHeads& a) {
-  launch</*kMerges=*/true>(device, a.parts, a.x, a.parts, a.num_heads, a.num_kv_heads);
-  check_launch("merge_heads");
+  move_heads</*kMerges=*/true>(device, "merge_heads", a.parts, a.x, a.parts, a.num_heads, a.num_kv_heads);
 }
 
 }  // namespace parka::cuda

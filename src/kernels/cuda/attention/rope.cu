@@ -5,10 +5,7 @@
 
 #include "kernels/cuda/attention/rope_pairs.cuh"
 #include "kernels/cuda/quantize/group_codes.cuh"
-#include "kernels/cuda/quantize/matrix_source.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
 #include "kernels/ops/quantize/quantize.h"
 
 // Shapes: T rows (tokens), S positions, D elements of a head, W elements of a row of the fused QKV matrix. A block
@@ -116,28 +113,15 @@ struct Pairs {
 
 constexpr int kSaveBlocks = 6;  // that should fit on a multiprocessor
 
-// Where rotated values go: codes with scales S, as group_codes.cuh has them. A thread's two groups are in the low
-// and the high half of a head.
-template <typename F8, typename S>
-struct SavedGroups {
-  F8* codes_TW;
-  S* scales;
-  int across;       // scales in a row
-  int group_shift;  // log2 of the columns of a group
-  int lanes;        // threads side by side are a multiple of it
-
-  // Whether a thread writes a scale: the first two of a group do.
-  __device__ bool writes_scale() const { return (static_cast<int>(threadIdx.x) & (lanes - 1)) < 2; }
-};
-
-// Rotates queries and keys, quantizes all heads, and writes what they decode to back.
+// Rotates queries and keys, quantizes all heads, and writes what they decode to back. A thread's two groups are in
+// the low and the high half of a head.
 template <typename T, int kWidth, typename F8, typename S>
 __global__ void __launch_bounds__(kThreads, kSaveBlocks)
-    rope_save_kernel(T* qkv_TW, const float* cos_sin_SD, const SavedGroups<F8, S> saved, const Shape shape) {
+    rope_save_kernel(T* qkv_TW, const float* cos_sin_SD, const GroupCodesOutput<F8, S> saved, const Shape shape) {
   using Codes = Pack<uint32_t, kWidth / 4>;
   const Pairs<T, kWidth> pairs(qkv_TW, cos_sin_SD, shape);
   T* const qkv = qkv_TW + pairs.offset;
-  F8* const codes = saved.codes_TW + pairs.offset;
+  F8* const codes = saved.codes + pairs.offset;
   const int own_column = pairs.column + (GroupScales::owns_first() ? 0 : shape.half);
   S* const scales = saved.scales + int64_t{blockIdx.x} * saved.across + (own_column >> saved.group_shift);
   const int scale_stride = pairs.stride >> saved.group_shift;
@@ -163,7 +147,7 @@ __global__ void __launch_bounds__(kThreads, kSaveBlocks)
 
 // ---- Any format and shape ----
 
-// The rotated matrix as a Source (quantize_tiles.cuh says what that is).
+// The rotated matrix, element by element (as a Source of quantize_tiles.cuh has it).
 template <typename T>
 struct RopeSource {
   const T* qkv_TW;
@@ -180,36 +164,16 @@ struct RopeSource {
         positions(cos_sin.dim[0]),
         rotated_width(static_cast<int>(num_rotated * cos_sin.dim[1])) {}
 
-  bool fits_wide() const {
-    return half % kSourceWidth == 0 && is_aligned(qkv_TW, 16) && is_aligned(cos_sin_SD, 16);
-  }
-  __device__ void load(int row, int col, float (&x)[kSourceWidth]) const { load_columns(row, col, x); }
   __device__ float element(int row, int col) const {
-    float x[1];
-    load_columns(row, col, x);
-    return x[0];
-  }
-
- private:
-  // Columns that lie in one half of a head.
-  template <int kWidth>
-  __device__ void load_columns(int row, int col, float (&x)[kWidth]) const {
     const int column = col % (2 * half);  // of the head
     const bool is_low = column < half;
-    const T* const own_W = qkv_TW + int64_t{row} * row_width + col;
-    const float* const cos_D =
-        cos_sin_SD + int64_t{positions.of(row)} * 2 * half + (is_low ? column : column - half);
-    const bool rotates = col < rotated_width;
-    const auto own = load_stored<kWidth>(own_W);
-    const auto partner = load_stored<kWidth>(is_low ? own_W + half : own_W - half, rotates);
-    const auto cos = load_stored<kWidth>(cos_D, rotates), sin = load_stored<kWidth>(cos_D + half, rotates);
-    const float partner_sign = is_low ? -1.0f : 1.0f;
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) {
-      // rotated_low and rotated_high: their difference is a sum with the negated product.
-      const float value = __fadd_rn(__fmul_rn(own[i], cos[i]), __fmul_rn(partner[i], partner_sign * sin[i]));
-      x[i] = rotates ? value : own[i];
-    }
+    const T* const own = qkv_TW + int64_t{row} * row_width + col;
+    const float x = to_float(*own);
+    if (col >= rotated_width) return x;
+    const int pair = is_low ? column : column - half;
+    const float* const cos_D = cos_sin_SD + int64_t{positions.of(row)} * 2 * half;
+    return is_low ? rotated_low(x, to_float(own[half]), cos_D[pair], cos_D[pair + half])
+                  : rotated_high(to_float(own[-half]), x, cos_D[pair], cos_D[pair + half]);
   }
 };
 
@@ -228,12 +192,8 @@ bool fits_wide(const TensorView& qkv, const TensorView& cos_sin) {
          is_aligned(cos_sin.data, kWideBytes);
 }
 
-struct Launch {
-  dim3 blocks, threads;
-};
-
 // For `heads` heads of each row, with `packs` of pairs each.
-Launch launch_for(int64_t rows, int64_t packs, int64_t heads) {
+Grid grid_for(int64_t rows, int64_t packs, int64_t heads) {
   const int64_t x = std::min<int64_t>(packs, kThreads), head_groups = ceil_div(heads, kHeads);
   const int64_t y = std::min<int64_t>(head_groups, kThreads / x);
   return {dim3(static_cast<unsigned>(rows), static_cast<unsigned>(ceil_div(packs, x)),
@@ -242,7 +202,7 @@ Launch launch_for(int64_t rows, int64_t packs, int64_t heads) {
 }
 
 // The same for Pairs: blocks of whole warps, and of a power of 2 of threads side by side.
-Launch launch_for_pairs(int64_t rows, int64_t packs, const Shape& shape) {
+Grid grid_for_pairs(int64_t rows, int64_t packs, const Shape& shape) {
   const auto at_least = [](int64_t n) { return static_cast<int64_t>(std::bit_ceil(static_cast<uint64_t>(n))); };
   const int64_t x = std::min<int64_t>(at_least(packs), kThreads),
                 head_groups = ceil_div(shape.num_heads, kPairHeads);
@@ -257,10 +217,9 @@ void rotate(CudaDevice& device, const TensorView& qkv, const TensorView& cos_sin
     using T = decltype(element);
     constexpr int kWidth = kWideBytes / sizeof(T);
     const bool wide = fits_wide(qkv, cos_sin);
-    const auto kernel = wide ? rope_kernel<T, kWidth> : rope_kernel<T, 1>;
-    const Launch launch = launch_for(qkv.dim[0], shape.half / (wide ? kWidth : 1), shape.num_rotated);
-    kernel<<<launch.blocks, launch.threads, 0, device.stream()>>>(qkv.as<T>(), cos_sin.as<float>(), shape.row_width,
-                                                                  shape.positions, shape.num_rotated, shape.half);
+    launch(device, "rope_forward", wide ? rope_kernel<T, kWidth> : rope_kernel<T, 1>,
+           grid_for(qkv.dim[0], shape.half / (wide ? kWidth : 1), shape.num_rotated), qkv.as<T>(),
+           cos_sin.as<float>(), shape.row_width, shape.positions, shape.num_rotated, shape.half);
   });
 }
 
@@ -268,24 +227,18 @@ void rotate(CudaDevice& device, const TensorView& qkv, const TensorView& cos_sin
 bool rotate_and_save(CudaDevice& device, const RopeForward& a, const Shape& shape) {
   using T = BFloat16;
   constexpr int kWidth = kWideBytes / sizeof(T);
-  const auto group = static_cast<uint64_t>(a.saved.group);
-  if (a.qkv.dtype != DType::kBF16 || !fits_wide(a.qkv, a.cos_sin) || !is_aligned(a.saved.data.data, kWidth) ||
-      !std::has_single_bit(group) || group < 2 * kWidth || group > uint64_t{kWidth} * kWarpSize ||
-      shape.half % static_cast<int>(group) != 0) {
+  static_assert(kWidth == kGroupCodesWidth);
+  if (a.qkv.dtype != DType::kBF16 || !fits_wide(a.qkv, a.cos_sin) || !fits_group_codes(a.saved) ||
+      shape.half % a.saved.group != 0) {
     return false;
   }
-  const Launch launch = launch_for_pairs(a.qkv.dim[0], shape.half / kWidth, shape);
   with_float8_type(a.saved.data.dtype, [&](auto f8) {
     with_plain_type(a.saved.scale.dtype, [&](auto scale) {
       using F8 = decltype(f8);
       using S = decltype(scale);
-      const SavedGroups<F8, S> saved{.codes_TW = a.saved.data.as<F8>(),
-                                     .scales = a.saved.scale.as<S>(),
-                                     .across = static_cast<int>(a.saved.scale.dim[1]),
-                                     .group_shift = std::countr_zero(group),
-                                     .lanes = static_cast<int>(group) / kWidth};
-      rope_save_kernel<T, kWidth, F8, S><<<launch.blocks, launch.threads, 0, device.stream()>>>(
-          a.qkv.as<T>(), a.cos_sin.as<float>(), saved, shape);
+      launch(device, "rope_forward", rope_save_kernel<T, kWidth, F8, S>,
+             grid_for_pairs(a.qkv.dim[0], shape.half / kWidth, shape), a.qkv.as<T>(), a.cos_sin.as<float>(),
+             GroupCodesOutput<F8, S>(a.saved), shape);
     });
   });
   return true;
@@ -296,7 +249,7 @@ template <typename T>
 void save_and_read_back(CudaDevice& device, const RopeForward& a, const Shape& shape) {
   const int64_t rows = a.qkv.dim[0], cols = a.qkv.dim[1];
   const RopeSource<T> rotated(a.qkv, a.cos_sin, shape.num_rotated);
-  write_group_codes(device, rotated, rows, cols, a.saved);
+  tiles::write_pieces(device, rotated, rows, cols, a.saved, /*transposed=*/false, /*amax=*/nullptr);
   cuda::quantize(device, Quantize{.x = a.saved, .out = a.qkv});
 }
 
@@ -310,7 +263,6 @@ void rope_forward(Device& any_device, const RopeForward& a) {
   } else if (!rotate_and_save(device, a, shape)) {
     with_plain_type(a.qkv.dtype, [&](auto type) { save_and_read_back<decltype(type)>(device, a, shape); });
   }
-  check_launch("rope_forward");
 }
 
 }  // namespace parka::cuda

@@ -1,9 +1,8 @@
-#include "kernels/ops/attention/rope_projection.h"
+#include "kernels/ops/attention/rope.h"
 
 #include "kernels/cuda/attention/rope_pairs.cuh"
 #include "kernels/cuda/gemm/sm90_float8_tiles.cuh"
 #include "kernels/cuda/quantize/group_codes.cuh"
-#include "kernels/device/cuda/cuda_device.h"
 
 // Shapes: T rows (tokens), S positions, D elements of a head, W = (H + 2 Hkv) D columns.
 namespace parka::cuda {
@@ -162,8 +161,8 @@ void rope_projection(Device& device, const RopeProjection& a) {
   const auto kernel = a.rope.saved.group == 2 * kWidth   ? project_rotate_kernel<2>
                       : a.rope.saved.group == 4 * kWidth ? project_rotate_kernel<4>
                                                          : project_rotate_kernel<8>;
-  sm90_float8::launch(as_cuda(device), "rope_projection", kernel, sm90_float8::Product(a.projection),
-                      RotatedCodes(a.rope));
+  sm90_float8::launch_product(as_cuda(device), "rope_projection", kernel, sm90_float8::Product(a.projection),
+                              RotatedCodes(a.rope));
 }
 
 }  // namespace parka::cuda

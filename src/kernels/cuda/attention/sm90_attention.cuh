@@ -5,8 +5,6 @@
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/attention/attention_tiles.cuh"
 #include "kernels/cuda/ptx/sm90.cuh"
-#include "kernels/cuda/vector.cuh"
-#include "kernels/device/cuda/check.h"
 
 // What the attention kernels for compute capability 9.0 share. They are persistent and warp-specialised: one block
 // per multiprocessor takes tiles of 128 rows, the next one whenever it is done. A block has a producer warpgroup,
@@ -189,8 +187,7 @@ void launch_over_tiles(CudaDevice& device, const char* op, Kernel* kernel, int s
                        unsigned* num_taken, const Args&... args) {
   const unsigned blocks = std::min<unsigned>(order.count(), device.num_multiprocessors());
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), op);
-  kernel<<<blocks, kThreads, shared_bytes, device.stream()>>>(args..., order, num_taken);
-  check_launch(op);
+  launch(device, op, kernel, {blocks, kThreads, shared_bytes}, args..., order, num_taken);
 }
 
 }  // namespace parka::cuda::sm90

@@ -1,7 +1,6 @@
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/attention/sm90_key_gradient.cuh"
 #include "kernels/cuda/attention/sm90_query_gradient.cuh"
-#include "kernels/device/cuda/check.h"
 #include "kernels/op/workspace.h"
 
 // As in attention_backward.cu, one kernel sums d_k and d_v of tiles of keys over all queries, and one sums d_q of

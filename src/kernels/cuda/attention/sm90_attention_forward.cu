@@ -2,7 +2,6 @@
 
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/attention/sm90_attention.cuh"
-#include "kernels/device/cuda/check.h"
 #include "kernels/op/workspace.h"
 
 // FlashAttention-3: a block takes a tile of queries and iterates over the keys before them. Its consumers take

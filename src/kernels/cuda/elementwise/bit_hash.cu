@@ -2,10 +2,7 @@
 
 #include <algorithm>
 
-#include "kernels/cuda/ptx/early_launch.cuh"
-#include "kernels/cuda/vector.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
+#include "kernels/cuda/launch.cuh"
 
 namespace parka::cuda {
 namespace {
@@ -92,9 +89,8 @@ void bit_hash(Device& any_device, const BitHash& a) {
   const int64_t shares = in.packs > 0 ? ceil_div(in.packs, int64_t{kPacks}) : ceil_div(in.bytes, kHashWordBytes);
   const int64_t blocks = std::min<int64_t>(ceil_div(shares, int64_t{kThreads}),
                                            int64_t{kBlocksPerMultiprocessor} * device.num_multiprocessors());
-  launch_early(device, bit_hash_kernel, {static_cast<unsigned>(blocks), kThreads}, in,
-               a.first_byte / kHashWordBytes, static_cast<unsigned long long*>(a.hash.data));
-  check_launch("bit_hash");
+  launch_early(device, "bit_hash", bit_hash_kernel, {blocks, kThreads}, in, a.first_byte / kHashWordBytes,
+               static_cast<unsigned long long*>(a.hash.data));
 }
 
 }  // namespace parka::cuda

@@ -5,12 +5,9 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "kernels/cuda/ptx/early_launch.cuh"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/ptx/mma.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
-#include "kernels/cuda/vector.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
 
 // A row of logits is read from memory once, with a running maximum and sum (online softmax), and stays in shared
 // memory until its gradient is written. A block processes row after row. While it writes the gradient of one, each
@@ -377,7 +374,6 @@ struct GradientSource {
       x[i] = value(g, stored.logits[4 * quarter + i], stored.col + 4 * quarter + i);
     }
   }
-  __device__ void load(int row, int col, float (&x)[16]) const { load_of(*this, row, col, x); }
   __device__ float element(int row, int col) const {
     return value(gradient_of(row), to_float(logits_TV[int64_t{row} * cols + col]), col);
   }
@@ -414,7 +410,7 @@ void write_codes(CudaDevice& device, const CrossEntropy& a, const Gradient* grad
 // ---- Launch ----
 
 template <typename T>
-void launch(CudaDevice& device, const CrossEntropy& a) {
+void run(CudaDevice& device, const CrossEntropy& a) {
   const int64_t num_rows = a.logits.dim[0], stride = a.logits.dim[1], V = stride - a.padding;
   PARKA_REQUIRE(num_rows <= INT32_MAX && V <= INT32_MAX / 2);
   const bool makes_codes = !a.d_logits.empty() || !a.d_logits_t.empty();
@@ -425,8 +421,8 @@ void launch(CudaDevice& device, const CrossEntropy& a) {
       .logits_TV = a.logits.as<T>(),
       .targets_T = a.targets.as<int32_t>(),
       .loss_T = a.loss.as<float>(),
-      .z_loss_value_T = a.z_loss_value.empty() ? nullptr : a.z_loss_value.as<float>(),
-      .grad_factor = a.grad_factor.empty() ? nullptr : a.grad_factor.as<float>(),
+      .z_loss_value_T = optional<float>(a.z_loss_value),
+      .grad_factor = optional<float>(a.grad_factor),
       .num_rows = num_rows,
       .V = static_cast<int>(V),
       .stride = stride,
@@ -454,15 +450,14 @@ void launch(CudaDevice& device, const CrossEntropy& a) {
           "cross_entropy");
     num_blocks = std::min(num_rows, static_cast<int64_t>(blocks_at_once) * device.num_multiprocessors());
   }
-  launch_early(device, kernel, {static_cast<unsigned>(num_blocks), kThreads, shared_bytes}, arguments);
+  launch_early(device, "cross_entropy", kernel, {num_blocks, kThreads, shared_bytes}, arguments);
   if (makes_codes) write_codes<T>(device, a, gradient);
-  check_launch("cross_entropy");
 }
 
 }  // namespace
 
 void cross_entropy(Device& device, const CrossEntropy& a) {
-  with_plain_type(a.logits.dtype, [&](auto type) { launch<decltype(type)>(as_cuda(device), a); });
+  with_plain_type(a.logits.dtype, [&](auto type) { run<decltype(type)>(as_cuda(device), a); });
 }
 
 }  // namespace parka::cuda

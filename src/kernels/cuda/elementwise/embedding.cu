@@ -1,9 +1,6 @@
 #include "kernels/ops/elementwise/embedding.h"
 
-#include "kernels/cuda/ptx/early_launch.cuh"
-#include "kernels/cuda/vector.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/op/workspace.h"
 
 // Shapes: T tokens, V rows of the table, C columns.
@@ -13,29 +10,34 @@ namespace {
 constexpr int kForwardThreads = 128;
 constexpr int kForwardUnits = 4;  // that a thread has under way at once
 
-// Copies rows of `row_units` units, 16 bytes or the 2 that every row is a multiple of.
-template <typename Unit>
+enum class Copy { kEmbed, kGather, kScatter };
+
+// A block copies row n, of `row_units` units of 16 bytes or the 2 that every row is a multiple of: from
+// x[positions[n]], or to out[positions[n]] if it scatters. A row gathered from a negative position is zeros. A row
+// without a place to go to, or of an image, is left out.
+template <Copy kCopy, typename Unit>
 __global__ void __launch_bounds__(kForwardThreads)
-    embedding_forward_kernel(const int32_t* ids_T, const Unit* table_VC, Unit* out_TC, int64_t row_units) {
-  if (ids_T[blockIdx.x] == kImageSlot) return;
-  const Unit* const source = table_VC + ids_T[blockIdx.x] * row_units;
-  Unit* const target = out_TC + int64_t{blockIdx.x} * row_units;
+    copy_rows_kernel(const int32_t* positions_N, const Unit* x, Unit* out, int64_t row_units) {
+  const int64_t n = blockIdx.x, position = positions_N[n];
+  if (kCopy == Copy::kEmbed ? position == kImageSlot : kCopy == Copy::kScatter && position < 0) return;
+  const Unit* const source = x + (kCopy == Copy::kScatter ? n : position) * row_units;
+  Unit* const target = out + (kCopy == Copy::kScatter ? position : n) * row_units;
   for (int64_t first = threadIdx.x; first < row_units; first += kForwardUnits * kForwardThreads) {
     Unit units[kForwardUnits] = {};
 #pragma unroll
-    for (int n = 0; n < kForwardUnits; ++n) {
-      const int64_t at = first + n * kForwardThreads;
-      if (at < row_units) units[n] = source[at];
+    for (int i = 0; i < kForwardUnits; ++i) {
+      const int64_t at = first + i * kForwardThreads;
+      if (at < row_units && (kCopy != Copy::kGather || position >= 0)) units[i] = source[at];
     }
 #pragma unroll
-    for (int n = 0; n < kForwardUnits; ++n) {
-      const int64_t at = first + n * kForwardThreads;
-      if (at < row_units) target[at] = units[n];
+    for (int i = 0; i < kForwardUnits; ++i) {
+      const int64_t at = first + i * kForwardThreads;
+      if (at < row_units) target[at] = units[i];
     }
   }
 }
 
-// The same with each element times `scale`: packs of kWidth elements, 16 bytes or one.
+// An embedding with each element times `scale`: packs of kWidth elements, 16 bytes or one.
 template <typename T, int kWidth>
 __global__ void __launch_bounds__(kForwardThreads)
     scaled_embedding_kernel(const int32_t* ids_T, const T* table_VC, T* out_TC, int64_t cols, float scale) {
@@ -58,20 +60,6 @@ __global__ void __launch_bounds__(kForwardThreads)
       for (int i = 0; i < kWidth; ++i) scaled[i] = x[n][i] * scale;
       if (at < cols) store(target + at, scaled);
     }
-  }
-}
-
-// A block copies row n: from x[positions[n]] where kGathers, otherwise to out[positions[n]], in units as above. Of
-// a negative position a gathered row is zeros, and another stays where it is.
-template <bool kGathers, typename Unit>
-__global__ void __launch_bounds__(kForwardThreads)
-    copy_rows_kernel(const int32_t* positions_N, const Unit* x, Unit* out, int64_t row_units) {
-  const int64_t n = blockIdx.x, position = positions_N[n];
-  if (!kGathers && position < 0) return;
-  const Unit* const source = x + (kGathers ? position : n) * row_units;
-  Unit* const target = out + (kGathers ? n : position) * row_units;
-  for (int64_t at = threadIdx.x; at < row_units; at += kForwardThreads) {
-    target[at] = position < 0 ? Unit{} : source[at];
   }
 }
 
@@ -224,17 +212,13 @@ void launch_backward(CudaDevice& device, const EmbeddingBackward& a) {
   constexpr int kNarrow = kWidth < kSlotWidth ? kWidth : kSlotWidth;
   const RowBlocks blocks(C, kWidth), slot_blocks(C, kNarrow);
   const int64_t windows = ceil_div(T, kWindow), pieces = ceil_div(T, kPiece);
-  PARKA_REQUIRE(windows * blocks.per_row <= INT32_MAX && pieces * slot_blocks.per_row <= INT32_MAX);
-  auto* const slots_SC = static_cast<float*>(device.workspace("embedding_backward", workspace_of(a)));
+  constexpr const char* kOp = "embedding_backward";
+  auto* const slots_SC = static_cast<float*>(device.workspace(kOp, workspace_of(a)));
   D* const d_table_VC = a.d_table.as<D>();
-  const auto launch = [&](auto* kernel, int64_t blocks, const auto&... arguments) {
-    launch_early(device, kernel, {static_cast<unsigned>(blocks), kBackwardThreads}, arguments...);
-    check_launch("embedding_backward");
-  };
-  launch(sum_pieces_kernel<G, D, kWidth>, windows * blocks.per_row, a.rows(), T, a.d_out.as<G>(), d_table_VC,
-         slots_SC, blocks, a.scale);
-  launch(add_slots_kernel<D, kNarrow>, pieces * slot_blocks.per_row, a.rows(), slots_SC, d_table_VC, slot_blocks,
-         a.scale);
+  launch_early(device, kOp, sum_pieces_kernel<G, D, kWidth>, {windows * blocks.per_row, kBackwardThreads}, a.rows(),
+               T, a.d_out.as<G>(), d_table_VC, slots_SC, blocks, a.scale);
+  launch_early(device, kOp, add_slots_kernel<D, kNarrow>, {pieces * slot_blocks.per_row, kBackwardThreads},
+               a.rows(), static_cast<const float*>(slots_SC), d_table_VC, slot_blocks, a.scale);
 }
 
 template <typename G, typename D>
@@ -247,55 +231,39 @@ void add_rows(CudaDevice& device, const EmbeddingBackward& a) {
   }
 }
 
-template <typename Unit>
-void copy_rows(CudaDevice& device, const EmbeddingForward& a, int64_t row_bytes) {
-  embedding_forward_kernel<<<static_cast<unsigned>(a.ids.dim[0]), kForwardThreads, 0, device.stream()>>>(
-      a.ids.as<int32_t>(), static_cast<const Unit*>(a.table.data), static_cast<Unit*>(a.out.data),
-      row_bytes / static_cast<int64_t>(sizeof(Unit)));
-}
-
-void scale_rows(CudaDevice& device, const EmbeddingForward& a, bool wide) {
+void scale_rows(CudaDevice& device, const EmbeddingForward& a) {
   with_plain_type(a.table.dtype, [&](auto type) {
     using T = decltype(type);
-    const auto kernel = wide ? scaled_embedding_kernel<T, 16 / sizeof(T)> : scaled_embedding_kernel<T, 1>;
-    kernel<<<static_cast<unsigned>(a.ids.dim[0]), kForwardThreads, 0, device.stream()>>>(
-        a.ids.as<int32_t>(), a.table.as<T>(), a.out.as<T>(), a.table.dim[1], a.scale);
+    constexpr int kWide = 16 / sizeof(T);
+    const bool wide = a.table.dim[1] % kWide == 0 && are_aligned({a.table.data, a.out.data});
+    launch(device, "embedding_forward", wide ? scaled_embedding_kernel<T, kWide> : scaled_embedding_kernel<T, 1>,
+           {a.ids.dim[0], kForwardThreads}, a.ids.as<int32_t>(), a.table.as<T>(), a.out.as<T>(), a.table.dim[1],
+           a.scale);
   });
 }
 
-template <bool kGathers>
-void move_rows(CudaDevice& device, const TensorView& positions, const TensorView& x, const TensorView& out,
-               const char* op) {
-  const int64_t rows = positions.dim[0], row_bytes = x.dim[1] * size_of(x.dtype);
-  PARKA_REQUIRE(rows <= INT32_MAX);
-  const auto launch = [&](auto unit) {
+template <Copy kCopy>
+void copy_rows(CudaDevice& device, const char* op, const TensorView& positions, const TensorView& x,
+               const TensorView& out) {
+  const int64_t row_bytes = x.dim[1] * size_of(x.dtype);
+  const auto copy = [&](auto unit) {
     using Unit = decltype(unit);
-    copy_rows_kernel<kGathers><<<static_cast<unsigned>(rows), kForwardThreads, 0, device.stream()>>>(
-        positions.as<int32_t>(), static_cast<const Unit*>(x.data), static_cast<Unit*>(out.data),
-        row_bytes / static_cast<int64_t>(sizeof(Unit)));
+    launch(device, op, copy_rows_kernel<kCopy, Unit>, {positions.dim[0], kForwardThreads}, positions.as<int32_t>(),
+           static_cast<const Unit*>(x.data), static_cast<Unit*>(out.data),
+           row_bytes / static_cast<int64_t>(sizeof(Unit)));
   };
-  if (row_bytes % 16 == 0 && is_aligned(x.data, 16) && is_aligned(out.data, 16)) {
-    launch(uint4{});
-  } else {
-    launch(uint16_t{});
-  }
-  check_launch(op);
+  row_bytes % 16 == 0 && are_aligned({x.data, out.data}) ? copy(uint4{}) : copy(uint16_t{});
 }
 
 }  // namespace
 
-void embedding_forward(Device& device, const EmbeddingForward& a) {
-  PARKA_REQUIRE(a.ids.dim[0] <= INT32_MAX);
-  const int64_t row_bytes = a.table.dim[1] * size_of(a.table.dtype);
-  const bool wide = row_bytes % 16 == 0 && is_aligned(a.table.data, 16) && is_aligned(a.out.data, 16);
+void embedding_forward(Device& any_device, const EmbeddingForward& a) {
+  CudaDevice& device = as_cuda(any_device);
   if (a.scale != 1) {
-    scale_rows(as_cuda(device), a, wide);
-  } else if (wide) {
-    copy_rows<uint4>(as_cuda(device), a, row_bytes);
+    scale_rows(device, a);
   } else {
-    copy_rows<uint16_t>(as_cuda(device), a, row_bytes);
+    copy_rows<Copy::kEmbed>(device, "embedding_forward", a.ids, a.table, a.out);
   }
-  check_launch("embedding_forward");
 }
 
 void embedding_backward(Device& device, const EmbeddingBackward& a) {
@@ -305,11 +273,11 @@ void embedding_backward(Device& device, const EmbeddingBackward& a) {
 }
 
 void scatter_rows(Device& device, const ScatterRows& a) {
-  move_rows<false>(as_cuda(device), a.positions, a.x, a.out, "scatter_rows");
+  copy_rows<Copy::kScatter>(as_cuda(device), "scatter_rows", a.positions, a.x, a.out);
 }
 
 void gather_rows(Device& device, const GatherRows& a) {
-  move_rows<true>(as_cuda(device), a.positions, a.x, a.out, "gather_rows");
+  copy_rows<Copy::kGather>(as_cuda(device), "gather_rows", a.positions, a.x, a.out);
 }
 
 }  // namespace parka::cuda

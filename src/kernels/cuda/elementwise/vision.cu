@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <initializer_list>
 
-#include "kernels/cuda/vector.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
+#include "kernels/cuda/launch.cuh"
 
 namespace parka::cuda {
 namespace {
@@ -127,11 +125,11 @@ __global__ void __launch_bounds__(kThreads) positions_backward_kernel(const Posi
 
 // ---- Space to channel ----
 
-struct Grid {
+struct PatchGrid {
   int rows, columns, factor, merged_rows, merged_columns;
   bool column_major;
 
-  explicit Grid(const TokenMerge& m)
+  explicit PatchGrid(const TokenMerge& m)
       : rows(static_cast<int>(m.rows)),
         columns(static_cast<int>(m.columns)),
         factor(static_cast<int>(m.factor)),
@@ -144,7 +142,7 @@ struct Grid {
 // the 2 that every token is a multiple of. kBackward: from the merged tokens to the others.
 template <bool kBackward, typename Unit>
 __global__ void __launch_bounds__(kThreads)
-    space_to_channel_kernel(Unit* tokens, Unit* merged, const Grid g, int units) {
+    space_to_channel_kernel(Unit* tokens, Unit* merged, const PatchGrid g, int units) {
   const int of_image = g.merged_rows * g.merged_columns, squares = g.factor * g.factor;
   const int b = static_cast<int>(blockIdx.x) / of_image, n = static_cast<int>(blockIdx.x) % of_image;
   const int i = g.column_major ? n % g.merged_rows : n / g.merged_columns;
@@ -166,51 +164,30 @@ template <bool kBackward>
 void merge_tokens(Device& device, const TokenMerge& m, const TensorView& tokens, const TensorView& merged,
                   const char* op) {
   const int64_t rows = merged.dim[0], bytes = tokens.dim[1] * size_of(tokens.dtype);
-  PARKA_REQUIRE(rows <= INT32_MAX && merged.dim[1] <= INT32_MAX / 8);
-  const auto launch = [&](auto unit) {
+  PARKA_REQUIRE(merged.dim[1] <= INT32_MAX / 8);
+  const auto merge = [&](auto unit) {
     using Unit = decltype(unit);
-    space_to_channel_kernel<kBackward><<<static_cast<unsigned>(rows), kThreads, 0, as_cuda(device).stream()>>>(
-        static_cast<Unit*>(tokens.data), static_cast<Unit*>(merged.data), Grid(m),
-        static_cast<int>(bytes / static_cast<int64_t>(sizeof(Unit))));
+    launch(as_cuda(device), op, space_to_channel_kernel<kBackward, Unit>, {rows, kThreads},
+           static_cast<Unit*>(tokens.data), static_cast<Unit*>(merged.data), PatchGrid(m),
+           static_cast<int>(bytes / static_cast<int64_t>(sizeof(Unit))));
   };
-  if (bytes % 16 == 0 && is_aligned(tokens.data, 16) && is_aligned(merged.data, 16)) {
-    launch(uint4{});
-  } else {
-    launch(uint16_t{});
-  }
-  check_launch(op);
-}
-
-// Of tensors not given the pointer is null.
-bool is_wide(int64_t cols, int64_t width, std::initializer_list<const void*> tensors) {
-  return cols % width == 0 &&
-         std::all_of(tensors.begin(), tensors.end(), [](const void* p) { return is_aligned(p, 16); });
-}
-
-unsigned blocks_of(int64_t elements, int64_t width) {
-  const int64_t blocks = ceil_div(elements, kThreads * width);
-  PARKA_REQUIRE(blocks <= INT32_MAX);
-  return static_cast<unsigned>(blocks);
+  bytes % 16 == 0 && are_aligned({tokens.data, merged.data}) ? merge(uint4{}) : merge(uint16_t{});
 }
 
 }  // namespace
 
 void gather_patches(Device& device, const GatherPatches& a) {
   const int64_t rows = a.patches.dim[0], cols = a.patches.dim[1];
-  PARKA_REQUIRE(rows <= INT32_MAX && cols <= INT32_MAX - kThreads &&
-                a.pixels.numel() / a.pixels.dim[0] <= INT32_MAX);
-  const auto launch = [&](const auto* pixels) {
+  PARKA_REQUIRE(cols <= INT32_MAX - kThreads && a.pixels.numel() / a.pixels.dim[0] <= INT32_MAX);
+  const auto gather = [&](auto pixel) {
+    using X = decltype(pixel);
     with_plain_type(a.patches.dtype, [&](auto type) {
-      gather_patches_kernel<<<static_cast<unsigned>(rows), kThreads, 0, as_cuda(device).stream()>>>(
-          pixels, a.patches.as<decltype(type)>(), Pixels(a), static_cast<int>(cols));
+      using Y = decltype(type);
+      launch(as_cuda(device), "gather_patches", gather_patches_kernel<X, Y>, {rows, kThreads}, a.pixels.as<X>(),
+             a.patches.as<Y>(), Pixels(a), static_cast<int>(cols));
     });
   };
-  if (a.pixels.dtype == DType::kU8) {
-    launch(a.pixels.as<uint8_t>());
-  } else {
-    launch(a.pixels.as<float>());
-  }
-  check_launch("gather_patches");
+  a.pixels.dtype == DType::kU8 ? gather(uint8_t{}) : gather(float{});
 }
 
 void positions_forward(Device& device, const PositionsForward& a) {
@@ -219,14 +196,13 @@ void positions_forward(Device& device, const PositionsForward& a) {
   with_plain_type(a.x.dtype, [&](auto type) {
     using T = decltype(type);
     constexpr int kWide = 16 / sizeof(T);
-    const bool wide = is_wide(C, kWide, {a.x.data, a.positions.data, a.class_token.data, a.out.data});
-    const auto kernel = wide ? positions_forward_kernel<kWide, T> : positions_forward_kernel<1, T>;
-    const PositionsTensors<T> tensors{a.x.as<T>(), a.positions.as<T>(),
-                                      a.class_token.empty() ? nullptr : a.class_token.as<T>(), a.out.as<T>()};
-    kernel<<<blocks_of(a.out.numel(), wide ? kWide : 1), kThreads, 0, as_cuda(device).stream()>>>(
-        tensors, a.out.numel(), static_cast<int>(N), static_cast<int>(C));
+    const bool wide = C % kWide == 0 && are_aligned({a.x.data, a.positions.data, a.class_token.data, a.out.data});
+    const PositionsTensors<T> tensors{a.x.as<T>(), a.positions.as<T>(), optional<T>(a.class_token), a.out.as<T>()};
+    launch(as_cuda(device), "positions_forward",
+           wide ? positions_forward_kernel<kWide, T> : positions_forward_kernel<1, T>,
+           {ceil_div(a.out.numel(), kThreads * (wide ? kWide : 1)), kThreads}, tensors, a.out.numel(),
+           static_cast<int>(N), static_cast<int>(C));
   });
-  check_launch("positions_forward");
 }
 
 void positions_backward(Device& device, const PositionsBackward& a) {
@@ -238,21 +214,21 @@ void positions_backward(Device& device, const PositionsBackward& a) {
       using G = decltype(g);
       using D = decltype(d);
       constexpr int kWide = 16 / sizeof(G);
-      const bool wide = is_wide(C, kWide, {a.d_out.data, a.d_x.data, a.d_positions.data, a.d_class_token.data});
-      const PositionsGradients<G, D> gradients{
-          .d_out = a.d_out.as<G>(),
-          .d_x = a.d_x.empty() ? nullptr : a.d_x.as<G>(),
-          .d_positions_NC = a.d_positions.empty() ? nullptr : a.d_positions.as<D>(),
-          .d_class_token_C = a.d_class_token.empty() ? nullptr : a.d_class_token.as<D>(),
-          .images = static_cast<int>(B),
-          .positions = static_cast<int>(N),
-          .patches = static_cast<int>(a.d_x.empty() ? N : a.d_x.dim[0] / B),
-          .cols = static_cast<int>(C)};
-      const auto kernel = wide ? positions_backward_kernel<kWide, G, D> : positions_backward_kernel<1, G, D>;
-      kernel<<<blocks_of(N * C, wide ? kWide : 1), kThreads, 0, as_cuda(device).stream()>>>(gradients);
+      const bool wide =
+          C % kWide == 0 && are_aligned({a.d_out.data, a.d_x.data, a.d_positions.data, a.d_class_token.data});
+      const PositionsGradients<G, D> gradients{.d_out = a.d_out.as<G>(),
+                                               .d_x = optional<G>(a.d_x),
+                                               .d_positions_NC = optional<D>(a.d_positions),
+                                               .d_class_token_C = optional<D>(a.d_class_token),
+                                               .images = static_cast<int>(B),
+                                               .positions = static_cast<int>(N),
+                                               .patches = static_cast<int>(a.d_x.empty() ? N : a.d_x.dim[0] / B),
+                                               .cols = static_cast<int>(C)};
+      launch(as_cuda(device), "positions_backward",
+             wide ? positions_backward_kernel<kWide, G, D> : positions_backward_kernel<1, G, D>,
+             {ceil_div(N * C, kThreads * (wide ? kWide : 1)), kThreads}, gradients);
     });
   });
-  check_launch("positions_backward");
 }
 
 void space_to_channel_forward(Device& device, const SpaceToChannelForward& a) {

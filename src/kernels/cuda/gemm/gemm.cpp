@@ -7,11 +7,10 @@
 #include "core/error.h"
 #include "kernels/cuda/gemm/gemm_cache.h"
 #include "kernels/cuda/gemm/gemm_kernels.h"
-#include "kernels/cuda/gemm/low_rank_update.h"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cublaslt.h"
 #include "kernels/device/cuda/cuda_device.h"
-#include "kernels/op/cost.h"
+#include "kernels/op/define.h"
 #include "kernels/op/workspace.h"
 
 namespace parka::cuda {

@@ -2,21 +2,15 @@
 
 #include <algorithm>
 
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/quantize/fp8.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
 
 namespace parka::cuda {
 namespace {
 
 // ---- Products without tensor cores ----
 
-constexpr int kTile = 64;       // rows and columns of the output per block
-constexpr int kTileDepth = 16;  // terms per step
-constexpr int kPitch = kTile + 4;
-constexpr int kSide = 16;  // threads per side of a block; each makes kPart x kPart outputs
-constexpr int kPart = kTile / kSide;
-constexpr int kMultiplyThreads = kSide * kSide;
+constexpr int kMultiplyThreads = 256;
 
 // An fp8 matrix [rows, K].
 struct Float8Operand {
@@ -36,61 +30,25 @@ __device__ inline float scale_at(const Float8Operand& x, int64_t index) {
 }
 
 __device__ inline float value_at(const Float8Operand& x, int row, int k, int depth) {
-  if (row >= x.rows || k >= depth) return 0.0f;
   const uint8_t code = x.codes[static_cast<int64_t>(row) * depth + k];
   const float value = __half2float(__half(__nv_cvt_fp8_to_halfraw(code, x.kind)));
   if (x.one_scale) return value;
   return value * scale_at(x, static_cast<int64_t>(row / x.group_rows) * x.scale_cols + k / x.group_cols);
 }
 
-// tile[k][row] = the values of rows [row_begin, +kTile) at [k_begin, +kTileDepth); zeros beyond the matrix.
-__device__ inline void load_tile(const Float8Operand& x, int row_begin, int k_begin, int depth,
-                                 float (&tile)[kTileDepth][kPitch]) {
-#pragma unroll
-  for (int i = threadIdx.x; i < kTile * kTileDepth; i += kMultiplyThreads) {
-    const int row = i / kTileDepth, k = i % kTileDepth;
-    tile[k][row] = value_at(x, row_begin + row, k_begin + k, depth);
-  }
-}
-
 // out[m,n] = (accumulate ? out[m,n] : 0) + scale * sum_k a[m,k] b[n,k]; k ascending, so that the order of additions
-// is fixed.
+// is fixed. A thread has one element.
 template <typename Out>
 __global__ void __launch_bounds__(kMultiplyThreads)
     multiply_float8_kernel(Float8Operand a, Float8Operand b, int depth, Out* out, bool accumulate) {
-  __shared__ float a_tile[kTileDepth][kPitch], b_tile[kTileDepth][kPitch];
-  const int row_begin = blockIdx.x * kTile, col_begin = blockIdx.y * kTile;
-  const int row = threadIdx.x / kSide * kPart, col = threadIdx.x % kSide;  // its columns are kSide apart
-  float sum[kPart][kPart] = {};
-  for (int k_begin = 0; k_begin < depth; k_begin += kTileDepth) {
-    load_tile(a, row_begin, k_begin, depth, a_tile);
-    load_tile(b, col_begin, k_begin, depth, b_tile);
-    __syncthreads();
-#pragma unroll
-    for (int k = 0; k < kTileDepth; ++k) {
-#pragma unroll
-      for (int i = 0; i < kPart; ++i) {
-#pragma unroll
-        for (int j = 0; j < kPart; ++j) {
-          sum[i][j] = fmaf(a_tile[k][row + i], b_tile[k][col + j * kSide], sum[i][j]);
-        }
-      }
-    }
-    __syncthreads();
-  }
+  const int64_t at = int64_t{blockIdx.x} * kMultiplyThreads + threadIdx.x;
+  if (at >= int64_t{a.rows} * b.rows) return;
+  const int m = static_cast<int>(at / b.rows), n = static_cast<int>(at % b.rows);
+  float sum = 0.0f;
+  for (int k = 0; k < depth; ++k) sum = fmaf(value_at(a, m, k, depth), value_at(b, n, k, depth), sum);
   const float scale = __fmul_rn(a.one_scale ? scale_at(a, 0) : 1.0f, b.one_scale ? scale_at(b, 0) : 1.0f);
-#pragma unroll
-  for (int i = 0; i < kPart; ++i) {
-#pragma unroll
-    for (int j = 0; j < kPart; ++j) {
-      const int m = row_begin + row + i, n = col_begin + col + j * kSide;
-      if (m >= a.rows || n >= b.rows) continue;
-      Out& target = out[static_cast<int64_t>(m) * b.rows + n];
-      float result = __fmul_rn(sum[i][j], scale);
-      if (accumulate) result = __fadd_rn(result, to_float(target));
-      target = from_float<Out>(result);
-    }
-  }
+  const float result = __fmul_rn(sum, scale);
+  out[at] = from_float<Out>(accumulate ? __fadd_rn(result, to_float(out[at])) : result);
 }
 
 Float8Operand operand_of(const ScaledView& x) {
@@ -200,22 +158,19 @@ __global__ void __launch_bounds__(kFillThreads) fill_random_kernel(T* x, int64_t
 void multiply_float8(CudaDevice& device, const Gemm& a) {
   const int64_t rows = a.out.dim[0], cols = a.out.dim[1], depth = a.a.data.dim[1];
   PARKA_REQUIRE(std::max({rows, cols, depth}) < (int64_t{1} << 30));
-  const dim3 grid(static_cast<unsigned>(ceil_div(rows, kTile)), static_cast<unsigned>(ceil_div(cols, kTile)));
   with_plain_type(a.out.dtype, [&](auto type) {
     using Out = decltype(type);
-    multiply_float8_kernel<<<grid, kMultiplyThreads, 0, device.stream()>>>(
-        operand_of(a.a), operand_of(a.b), static_cast<int>(depth), a.out.as<Out>(), a.accumulate);
+    launch(device, "gemm", multiply_float8_kernel<Out>, {ceil_div(rows * cols, kMultiplyThreads), kMultiplyThreads},
+           operand_of(a.a), operand_of(a.b), static_cast<int>(depth), a.out.as<Out>(), a.accumulate);
   });
-  check_launch("gemm");
 }
 
 void lay_out_scales(CudaDevice& device, const ScaleLayout& a, const ScaleLayout& b) {
   const int64_t tiles = std::max(num_tiles(a), num_tiles(b));
   if (tiles == 0) return;
   constexpr unsigned kOperands = 2;
-  lay_out_scales_kernel<<<dim3(static_cast<unsigned>(tiles), kOperands), dim3(kScaleTile, kScaleTileRows), 0,
-                          device.stream()>>>(a, b);
-  check_launch("gemm");
+  launch(device, "gemm", lay_out_scales_kernel,
+         {dim3(static_cast<unsigned>(tiles), kOperands), dim3(kScaleTile, kScaleTileRows)}, a, b);
 }
 
 void fill_random(CudaDevice& device, const TensorView& x, uint32_t seed) {
@@ -224,15 +179,9 @@ void fill_random(CudaDevice& device, const TensorView& x, uint32_t seed) {
                                              kBlocksPerMultiprocessor * device.num_multiprocessors());
   const auto fill = [&](auto type) {
     using T = decltype(type);
-    fill_random_kernel<<<static_cast<unsigned>(blocks), kFillThreads, 0, device.stream()>>>(x.as<T>(), x.numel(),
-                                                                                            seed);
+    launch(device, "tune", fill_random_kernel<T>, {blocks, kFillThreads}, x.as<T>(), x.numel(), seed);
   };
-  if (size_of(x.dtype) == 1) {
-    with_float8_type(x.dtype, fill);
-  } else {
-    with_plain_type(x.dtype, fill);
-  }
-  check_launch("tune");
+  size_of(x.dtype) == 1 ? with_float8_type(x.dtype, fill) : with_plain_type(x.dtype, fill);
 }
 
 }  // namespace parka::cuda

@@ -20,7 +20,7 @@
 #include "kernels/device/cuda/cublaslt.h"
 #include "kernels/device/cuda/cuda_device.h"
 #include "kernels/device/measuring_time.h"
-#include "kernels/op/cost.h"
+#include "kernels/op/define.h"
 
 namespace parka {
 namespace cuda {

@@ -1,13 +1,10 @@
-#include "kernels/cuda/gemm/low_rank_update.h"
+#include "kernels/cuda/gemm/gemm_kernels.h"
 
 #include <algorithm>
 #include <type_traits>
 
-#include "kernels/cuda/ptx/early_launch.cuh"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/ptx/mma.cuh"
-#include "kernels/cuda/vector.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
 
 // A block keeps a tile of b, all its terms, in shared memory, and goes down the rows of `out`. A warp takes
 // kStripRows rows at a time: their terms of a come straight into registers, then kSpanCols columns of `out` after
@@ -244,7 +241,7 @@ struct Launch {
 };
 
 template <int kGroups>
-void launch(const CudaDevice& device, Update u) {
+void run(const CudaDevice& device, Update u) {
   using L = Launch<kGroups>;
   using Strip = typename L::Strip;
   constexpr int64_t kColBytes = kPitch<kGroups> * int64_t{sizeof(Chunk)};
@@ -261,8 +258,7 @@ void launch(const CudaDevice& device, Update u) {
   const int64_t units = int64_t{u.num_tiles} * u.units_per_tile;
   PARKA_REQUIRE(units < (int64_t{1} << 28));
   const int64_t blocks = std::min<int64_t>(units, int64_t{L::kBlocks} * device.num_multiprocessors());
-  launch_early(device, kernel, {dim3(static_cast<unsigned>(blocks)), L::kWarps * kWarpSize, bytes}, u);
-  check_launch("gemm");
+  launch_early(device, "gemm", kernel, {blocks, L::kWarps * kWarpSize, bytes}, u);
 }
 
 }  // namespace
@@ -282,10 +278,10 @@ void low_rank_update(CudaDevice& device, const Gemm& a) {
   u.factor = a.factor;
   u.b_transposed = a.b_transposed;
   switch (ceil_div(depth, kGroup)) {
-    case 1: launch<1>(device, u); return;
-    case 2: launch<2>(device, u); return;
-    case 3: launch<3>(device, u); return;
-    default: launch<kMostGroups>(device, u); return;
+    case 1: run<1>(device, u); return;
+    case 2: run<2>(device, u); return;
+    case 3: run<3>(device, u); return;
+    default: run<kMostGroups>(device, u); return;
   }
 }
 

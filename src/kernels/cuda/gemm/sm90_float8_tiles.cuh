@@ -3,11 +3,9 @@
 #include <cstdint>
 #include <string_view>
 
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/ptx/sm90_cluster.cuh"
 #include "kernels/cuda/ptx/sm90_float8.cuh"
-#include "kernels/cuda/vector.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
 #include "kernels/ops/gemm/gemm.h"
 
 // Products of E4M3 matrices on compute capability 9.0, a [M, K] and b [N, K], for kernels that make something else
@@ -96,12 +94,12 @@ inline bool runs_on(const CudaDevice& device) { return device.has_float8_tiles()
 
 // Launches kernel(product, rest...), which calls run_product().
 template <typename Kernel, typename... Rest>
-void launch(CudaDevice& device, const char* op, Kernel kernel, const Product& product, const Rest&... rest) {
+void launch_product(CudaDevice& device, const char* op, Kernel* kernel, const Product& product,
+                    const Rest&... rest) {
   const int clusters =
       std::min(static_cast<int>(product.order.count()), device.num_multiprocessors() / kClusterBlocks);
   check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), op);
-  kernel<<<clusters * kClusterBlocks, kThreads, kSharedBytes, device.stream()>>>(product, rest...);
-  check_launch(op);
+  launch(device, op, kernel, {clusters * kClusterBlocks, kThreads, kSharedBytes}, product, rest...);
 }
 
 #if PARKA_SM90_CODE

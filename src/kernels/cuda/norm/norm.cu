@@ -1,16 +1,12 @@
 #include "kernels/ops/norm/norm.h"
 
-#include <bit>
 #include <type_traits>
 
-#include "kernels/cuda/norm/norm_kinds.cuh"
 #include "kernels/cuda/norm/norm_rows.cuh"
 #include "kernels/cuda/norm/norm_source.cuh"
 #include "kernels/cuda/norm/residual_sum.cuh"
 #include "kernels/cuda/quantize/group_codes.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
 #include "kernels/ops/quantize/quantize.h"
 
 // Shapes: T rows (tokens), C columns (elements of a row).
@@ -67,32 +63,27 @@ struct NoCopy {
   __device__ void quantize(const Part&, int, int, float (&)[Part::kPacks][Part::kWidth]) const {}
 };
 
-// fp8 codes with scales S for groups of a row, as group_codes.cuh has them. A thread's two groups are those of its
-// two packs.
+// fp8 codes with scales S for groups of a row. A thread's two groups are those of its two packs.
 template <typename F8, typename S>
-struct GroupCopy {
-  F8* codes_TC;
-  S* scales;
-  int across;       // scales in a row
-  int group_shift;  // log2 of the columns of a group
-  int lanes;        // a power of 2, from 2 to 32
+struct GroupCopy : GroupCodesOutput<F8, S> {
+  using GroupCodesOutput<F8, S>::GroupCodesOutput;
 
   // Writes x of a row, and replaces it by the values that were written. To be called by whole warps.
   template <typename Part>
   __device__ void quantize(const Part& part, int row, int cols, float (&x)[Part::kPacks][Part::kWidth]) const {
     static_assert(Part::kPacks == 2);
     const GroupScales scale =
-        scales_for_groups<F8, S>(max_magnitude_of(0.0f, x[0]), max_magnitude_of(0.0f, x[1]), lanes);
+        scales_for_groups<F8, S>(max_magnitude_of(0.0f, x[0]), max_magnitude_of(0.0f, x[1]), this->lanes);
     const PieceScale pieces[] = {scale.first, scale.second};
-    F8* const codes_C = codes_TC + int64_t{row} * cols;
+    F8* const codes_C = this->codes + int64_t{row} * cols;
 #pragma unroll
     for (int pack = 0; pack < Part::kPacks; ++pack) {
       auto codes = encode_and_decode<F8>(pieces[pack], x[pack]);
       if (part.has(pack)) *reinterpret_cast<decltype(codes)*>(codes_C + part.column(pack)) = codes;
     }
     const int column = part.column(GroupScales::owns_first() ? 0 : 1);
-    if ((static_cast<int>(threadIdx.x) & (lanes - 1)) < 2 && column < cols) {
-      scales[int64_t{row} * across + (column >> group_shift)] =
+    if (this->writes_scale() && column < cols) {
+      this->scales[int64_t{row} * this->across + (column >> this->group_shift)] =
           from_float<S>(scale.own.scale);  // exact: it was rounded
     }
   }
@@ -192,15 +183,15 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 // ---- Recompute ----
 
-template <typename X, typename W, typename Y, NormKind kKind, bool kWide>
+template <typename T, NormKind kKind, bool kWide>
 __global__ void __launch_bounds__(kMaxThreads)
-    norm_recompute_kernel(const X* x_TC, const Weights<W> weights, const float* mean_T, const float* rstd_T,
-                          Y* y_TC, int cols) {
-  using Part = RowPart<X, kWide>;
+    norm_recompute_kernel(const T* x_TC, const Weights<T> weights, const float* mean_T, const float* rstd_T,
+                          T* y_TC, int cols) {
+  using Part = RowPart<T, kWide>;
   const int64_t row = int64_t{blockIdx.x} * cols;
   const float mean = has_mean(kKind) ? mean_T[blockIdx.x] : 0.0f, rstd = rstd_T[blockIdx.x];
   Part::for_each_chunk(cols, [&](const Part& part) {
-    Stored<X, Part::kWidth> stored[Part::kPacks];
+    Stored<T, Part::kWidth> stored[Part::kPacks];
     part.read(x_TC + row, stored);
     float x[Part::kPacks][Part::kWidth];
     Part::for_each([&](int pack, int i) { x[pack][i] = stored[pack][i]; });
@@ -251,10 +242,8 @@ void launch_forward(CudaDevice& device, const NormForward& a, const T* residual,
       .amax = amax,
   };
   if constexpr (!std::is_same_v<Y, AmaxOnly>) tensors.y_TC = a.y.data.as<Y>();
-  norm_forward_kernel<T, Y, kKind, kWide, Copy>
-      <<<static_cast<unsigned>(rows), threads_for(cols), 0, device.stream()>>>(
-          tensors, copy, a.eps, static_cast<int>(cols), 1.0f / static_cast<float>(cols));
-  check_launch("norm_forward");
+  launch(device, "norm_forward", norm_forward_kernel<T, Y, kKind, kWide, Copy>, {rows, threads_for(cols)}, tensors,
+         copy, a.eps, static_cast<int>(cols), 1.0f / static_cast<float>(cols));
 }
 
 template <typename T>
@@ -279,10 +268,8 @@ void norm_of_sum(CudaDevice& device, const NormForward& a, float* amax) {
 
 // Whether one kernel can make the sum, its quantized copy and what follows.
 bool fits_group_copy(const NormForward& a) {
-  constexpr int kWidth = RowPart<BFloat16, true>::kWidth;
-  const auto group = static_cast<uint64_t>(a.x.group);
-  return a.residual.dtype == DType::kBF16 && is_wide<BFloat16>(a) && is_aligned(a.x.data.data, kWidth) &&
-         std::has_single_bit(group) && group >= 2 * kWidth && group <= uint64_t{kWidth} * kWarpSize;
+  static_assert(RowPart<BFloat16, true>::kWidth == kGroupCodesWidth);
+  return a.residual.dtype == DType::kBF16 && is_wide<BFloat16>(a) && fits_group_codes(a.x);
 }
 
 // The sum, its quantized copy x, the statistics of x, and y or, unless `amax` is null, its maximum.
@@ -290,14 +277,7 @@ template <typename Y>
 void norm_with_group_copy(CudaDevice& device, const NormForward& a, float* amax) {
   with_float8_type(a.x.data.dtype, [&](auto f8) {
     with_plain_type(a.x.scale.dtype, [&](auto scale) {
-      using F8 = decltype(f8);
-      using S = decltype(scale);
-      const auto group = static_cast<uint64_t>(a.x.group);
-      const GroupCopy<F8, S> copy{.codes_TC = a.x.data.as<F8>(),
-                                  .scales = a.x.scale.as<S>(),
-                                  .across = static_cast<int>(a.x.scale.dim[1]),
-                                  .group_shift = std::countr_zero(group),
-                                  .lanes = static_cast<int>(group) / RowPart<BFloat16, true>::kWidth};
+      const GroupCopy<decltype(f8), decltype(scale)> copy(a.x);
       with_norm_kind(a.kind, [&](auto kind) {
         launch_forward<Y, kind.value, true>(device, a, a.residual.as<BFloat16>(), copy, amax);
       });
@@ -311,9 +291,8 @@ void norm_of_copy(CudaDevice& device, const NormForward& a, float* amax) {
     norm_of_sum<AmaxOnly>(device, a, nullptr);
     const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
     cuda::quantize(device, Quantize{.x = a.residual_out, .out = a.x});
-    norm_statistics_kernel<<<static_cast<unsigned>(rows), kStatisticsThreads, 0, device.stream()>>>(
-        AnySource(a.x), has_mean(a.kind), a.eps, static_cast<int>(cols), optional<float>(a.mean),
-        a.rstd.as<float>());
+    launch(device, "norm_forward", norm_statistics_kernel, {rows, kStatisticsThreads}, AnySource(a.x),
+           has_mean(a.kind), a.eps, static_cast<int>(cols), optional<float>(a.mean), a.rstd.as<float>());
     if (amax != nullptr) find_amax_of_elements(device, any_norm_source(a.x, a), rows, cols, amax);
     return;
   }
@@ -337,27 +316,29 @@ void sum_alone(CudaDevice& device, const NormForward& a, float* amax) {
   });
 }
 
-template <typename X, typename W, typename Y, NormKind kKind>
+template <typename T, NormKind kKind>
 void launch_recompute(CudaDevice& device, const NormRecompute& a) {
   const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
   const bool wide =
-      fits_wide(cols, RowPart<X, true>::kWidth, {a.x.data.data, a.weight.data, a.bias.data, a.y.data.data});
-  const auto kernel =
-      wide ? norm_recompute_kernel<X, W, Y, kKind, true> : norm_recompute_kernel<X, W, Y, kKind, false>;
-  kernel<<<static_cast<unsigned>(rows), threads_for(cols), 0, device.stream()>>>(
-      a.x.data.as<X>(), Weights<W>{optional<W>(a.weight), optional<W>(a.bias), a.weight_offset},
-      optional<float>(a.mean), a.rstd.as<float>(), a.y.data.as<Y>(), static_cast<int>(cols));
-  check_launch("norm_recompute");
+      fits_wide(cols, RowPart<T, true>::kWidth, {a.x.data.data, a.weight.data, a.bias.data, a.y.data.data});
+  launch(device, "norm_recompute",
+         wide ? norm_recompute_kernel<T, kKind, true> : norm_recompute_kernel<T, kKind, false>,
+         {rows, threads_for(cols)}, a.x.data.as<T>(),
+         Weights<T>{optional<T>(a.weight), optional<T>(a.bias), a.weight_offset}, optional<float>(a.mean),
+         a.rstd.as<float>(), a.y.data.as<T>(), static_cast<int>(cols));
 }
 
-template <typename Source>
-void write_norm(CudaDevice& device, const Source& y, int64_t rows, int64_t cols, const ScaledView& out,
-                const ScaledView& out_t, const float* amax) {
-  if constexpr (std::is_same_v<Source, AnyNormSource>) {
-    write_rare(device, y, rows, cols, out, out_t, amax);
-  } else {
-    write_tiles(device, y, rows, cols, out, out_t, amax);
-  }
+// y of the norm of x, from the statistics of its rows.
+template <typename Args>
+void write_norm(CudaDevice& device, const ScaledView& x, const Args& a, const float* amax) {
+  const int64_t rows = x.num_rows(), cols = x.num_cols();
+  with_norm_source(x, a, [&](const auto& y) {
+    if constexpr (std::is_same_v<std::decay_t<decltype(y)>, AnyNormSource>) {
+      write_rare(device, y, rows, cols, a.y, a.y_t, amax);
+    } else {
+      write_tiles(device, y, rows, cols, a.y, a.y_t, amax);
+    }
+  });
 }
 
 bool is_tensor_scaled(const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kTensor; }
@@ -366,68 +347,45 @@ bool is_tensor_scaled(const ScaledView& t) { return !t.empty() && t.scaling == S
 
 void norm_forward(Device& any_device, const NormForward& a) {
   CudaDevice& device = as_cuda(any_device);
-  const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
-  check_row_extents(rows, cols);
-  const bool is_plain = a.y.scaling == Scaling::kNone && a.y_t.empty();
-  if (is_plain && a.kind == NormKind::kNone) {
-    sum_alone(device, a, nullptr);
-    return;
-  }
-  if (is_plain && a.x.empty()) {
-    with_plain_type(a.y.data.dtype, [&](auto y) { norm_of_sum<decltype(y)>(device, a, nullptr); });
-    return;
-  }
-  if (is_plain && a.y.data.dtype == DType::kBF16 && fits_group_copy(a)) {
-    norm_with_group_copy<BFloat16>(device, a, nullptr);
-    return;
-  }
+  check_row_extents(a.residual.dim[0], a.residual.dim[1]);
+  const bool is_plain = a.y.scaling == Scaling::kNone && a.y_t.empty(), is_norm = a.kind != NormKind::kNone;
   float* amax = nullptr;
   if (is_tensor_scaled(a.y) || is_tensor_scaled(a.y_t)) {
     amax = static_cast<float*>(device.workspace("norm_forward", workspace_of(a)));
     check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), "norm_forward");
   }
-  if (a.kind == NormKind::kNone) {
+  if (!is_norm) {
     sum_alone(device, a, amax);
+    if (is_plain) return;
     const TensorView found = amax == nullptr ? TensorView{} : TensorView(amax, DType::kF32, {1});
     cuda::quantize(device, Quantize{.x = a.residual_out, .out = a.y, .out_t = a.y_t, .amax = found});
-    return;
-  }
-  if (a.x.empty()) {
-    norm_of_sum<AmaxOnly>(device, a, amax);
+  } else if (is_plain && a.x.empty()) {
+    with_plain_type(a.y.data.dtype, [&](auto y) { norm_of_sum<decltype(y)>(device, a, nullptr); });
+  } else if (is_plain && a.y.data.dtype == DType::kBF16 && fits_group_copy(a)) {
+    norm_with_group_copy<BFloat16>(device, a, nullptr);
   } else {
-    norm_of_copy(device, a, amax);
+    a.x.empty() ? norm_of_sum<AmaxOnly>(device, a, amax) : norm_of_copy(device, a, amax);
+    write_norm(device, a.x.empty() ? ScaledView(a.residual_out) : a.x, a, amax);
   }
-  with_norm_source(a.x.empty() ? ScaledView(a.residual_out) : a.x, a,
-                   [&](const auto& y) { write_norm(device, y, rows, cols, a.y, a.y_t, amax); });
-  check_launch("norm_forward");
 }
 
 void norm_recompute(Device& any_device, const NormRecompute& a) {
   CudaDevice& device = as_cuda(any_device);
-  const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
-  check_row_extents(rows, cols);
+  check_row_extents(a.x.num_rows(), a.x.num_cols());
   if (a.kind == NormKind::kNone) {
     cuda::quantize(device, Quantize{.x = a.x, .out = a.y, .out_t = a.y_t, .scale_given = true});
     return;
   }
-  if (a.x.scaling != Scaling::kNone || a.y.empty() || a.y.scaling != Scaling::kNone || !a.y_t.empty()) {
-    with_norm_source(a.x, a, [&](const auto& y) { write_norm(device, y, rows, cols, a.y, a.y_t, nullptr); });
-    check_launch("norm_recompute");
+  // One kernel where all formats are those of a bf16 or an fp32 model.
+  const bool is_plain =
+      a.x.scaling == Scaling::kNone && !a.y.empty() && a.y.scaling == Scaling::kNone && a.y_t.empty();
+  const DType dtype = a.x.data.dtype;
+  if (!is_plain || a.y.data.dtype != dtype || (!a.weight.empty() && a.weight.dtype != dtype)) {
+    write_norm(device, a.x, a, nullptr);
     return;
   }
-  with_plain_type(a.x.data.dtype, [&](auto x) {
-    with_plain_type(a.y.data.dtype, [&](auto y) {
-      using X = decltype(x);
-      using Y = decltype(y);
-      with_norm_kind(a.kind, [&](auto kind) {
-        if constexpr (!has_weight(kind.value)) {
-          launch_recompute<X, float, Y, kind.value>(device, a);
-        } else {
-          with_plain_type(a.weight.dtype,
-                          [&](auto weight) { launch_recompute<X, decltype(weight), Y, kind.value>(device, a); });
-        }
-      });
-    });
+  with_plain_type(dtype, [&](auto type) {
+    with_norm_kind(a.kind, [&](auto kind) { launch_recompute<decltype(type), kind.value>(device, a); });
   });
 }
 

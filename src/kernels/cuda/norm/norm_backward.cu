@@ -1,12 +1,9 @@
 #include <algorithm>
 
-#include "kernels/cuda/norm/norm_kinds.cuh"
 #include "kernels/cuda/norm/norm_rows.cuh"
 #include "kernels/cuda/norm/residual_sum.cuh"
 #include "kernels/cuda/quantize/matrix_source.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
 #include "kernels/op/workspace.h"
 #include "kernels/ops/norm/norm.h"
 #include "kernels/ops/quantize/quantize.h"
@@ -198,29 +195,6 @@ __global__ void __launch_bounds__(kBackwardMaxThreads<Rows, G, kKind>)
   }
 }
 
-constexpr int kSumThreads = kWarpSize * kWarpSize;
-
-// d_weight += the sum of what the blocks of norm_backward_kernel left, added once. A block of 32 x 32 threads has
-// 32 columns.
-template <typename W>
-__global__ void __launch_bounds__(kSumThreads)
-    norm_weight_gradient_kernel(const float* d_weight_BC, W* d_weight_C, int blocks, int cols) {
-  __shared__ float shared[kWarpSize][kWarpSize + 1];
-  const int column = blockIdx.x * kWarpSize + threadIdx.x;
-  float sum = 0.0f;
-  if (column < cols) {
-#pragma unroll 4
-    for (int b = threadIdx.y; b < blocks; b += kWarpSize) sum += d_weight_BC[int64_t{b} * cols + column];
-  }
-  shared[threadIdx.x][threadIdx.y] = sum;
-  __syncthreads();
-  sum = warp_sum(shared[threadIdx.y][threadIdx.x]);  // of the column that threadIdx.y counts
-  const int sum_column = blockIdx.x * kWarpSize + threadIdx.y;
-  if (threadIdx.x == 0 && sum_column < cols) {
-    d_weight_C[sum_column] = from_float<W>(to_float(d_weight_C[sum_column]) + sum);
-  }
-}
-
 // The workspace: partial sums of d_weight, one row per block, and after the last possible row the maximum of
 // d_residual_out. Behind that, for kAffineLayerNorm, as many partial sums of d_bias.
 struct Workspace {
@@ -275,9 +249,8 @@ int launch_rows(CudaDevice& device, const NormBackward& a, const Workspace& work
       .amax = workspace.amax,
       .weight_offset = a.weight_offset,
   };
-  kernel<<<static_cast<unsigned>(blocks), threads, 0, device.stream()>>>(
-      tensors, static_cast<unsigned>(rows), static_cast<int>(cols), 1.0f / static_cast<float>(cols));
-  check_launch("norm_backward");
+  launch(device, "norm_backward", kernel, {blocks, threads}, tensors, static_cast<unsigned>(rows),
+         static_cast<int>(cols), 1.0f / static_cast<float>(cols));
   return static_cast<int>(blocks);
 }
 
@@ -321,17 +294,6 @@ RowsResult launch_backward(CudaDevice& device, const NormBackward& a, const Work
     }
   }
   return {launch_rows<kKind, false, false>(device, a, workspace, AnyRows{AnySource(a.x)}, weight, d_y), false};
-}
-
-void add_weight_gradient(CudaDevice& device, const float* d_weight_BC, const TensorView& d_weight, int blocks) {
-  const int cols = static_cast<int>(d_weight.dim[0]);
-  with_plain_type(d_weight.dtype, [&](auto w) {
-    using W = decltype(w);
-    norm_weight_gradient_kernel<W>
-        <<<(cols + kWarpSize - 1) / kWarpSize, dim3(kWarpSize, kWarpSize), 0, device.stream()>>>(
-            d_weight_BC, d_weight.as<W>(), blocks, cols);
-  });
-  check_launch("norm_backward");
 }
 
 // kNone
@@ -382,8 +344,9 @@ void norm_backward(Device& any_device, const NormBackward& a) {
         }
       });
     }
-    if (!a.d_weight.empty()) add_weight_gradient(device, workspace.d_weight_BC, a.d_weight, result.blocks);
-    if (!a.d_bias.empty()) add_weight_gradient(device, workspace.d_bias_BC, a.d_bias, result.blocks);
+    const int64_t cols = a.d_y.dim[1];
+    add_column_sums(device, "norm_backward", workspace.d_weight_BC, result.blocks, cols, a.d_weight);
+    add_column_sums(device, "norm_backward", workspace.d_bias_BC, result.blocks, cols, a.d_bias);
     if (!a.d_quantized.empty() || !a.d_quantized_t.empty()) {
       quantize_gradient<G>(device, a, workspace.amax, result.found_amax);
     }

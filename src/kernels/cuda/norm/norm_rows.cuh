@@ -5,7 +5,8 @@
 #include <type_traits>
 
 #include "core/tensor.h"
-#include "kernels/cuda/vector.cuh"
+#include "kernels/cuda/launch.cuh"
+#include "kernels/ops/norm/norm.h"
 
 // What the norm kernels share. One block works on one row at a time.
 namespace parka::cuda {
@@ -165,13 +166,57 @@ __device__ inline Stored<BFloat16, N> rounded_sum(const Stored<BFloat16, N>& x, 
   return sum;
 }
 
+// ---- Sums over blocks ----
+
+constexpr int kColumnSumThreads = kWarpSize * kWarpSize;
+
+// Of each column of [blocks, columns] the sum, added once to an element of `first` and, with kTwo, behind its
+// elements of `second`. One of the two that is null is not wanted. A block of 32 x 32 threads has 32 columns.
+template <bool kTwo, typename G>
+__global__ void __launch_bounds__(kColumnSumThreads)
+    add_column_sums_kernel(const float* sums_BC, G* first, int blocks, int columns, G* second, int first_columns) {
+  __shared__ float shared[kWarpSize][kWarpSize + 1];
+  const int column = blockIdx.x * kWarpSize + threadIdx.x;
+  float sum = 0.0f;
+  if (column < columns) {
+#pragma unroll 4
+    for (int b = threadIdx.y; b < blocks; b += kWarpSize) sum += sums_BC[int64_t{b} * columns + column];
+  }
+  shared[threadIdx.x][threadIdx.y] = sum;
+  __syncthreads();
+  sum = warp_sum(shared[threadIdx.y][threadIdx.x]);  // of the column that threadIdx.y counts
+  int sum_column = blockIdx.x * kWarpSize + threadIdx.y;
+  if (threadIdx.x == 0 && sum_column < columns) {
+    if constexpr (kTwo) {
+      if (sum_column >= first_columns) {
+        sum_column -= first_columns;
+        first = second;
+      }
+      if (first == nullptr) return;
+    }
+    first[sum_column] = from_float<G>(to_float(first[sum_column]) + sum);
+  }
+}
+
+template <bool kTwo = false>
+void add_column_sums(const CudaDevice& device, const char* op, const float* sums_BC, int64_t blocks,
+                     int64_t columns, const TensorView& first, const TensorView& second = {},
+                     int64_t first_columns = 0) {
+  if (first.empty() && second.empty()) return;
+  with_plain_type((first.empty() ? second : first).dtype, [&](auto type) {
+    using G = decltype(type);
+    launch(device, op, add_column_sums_kernel<kTwo, G>, {ceil_div(columns, kWarpSize), dim3(kWarpSize, kWarpSize)},
+           sums_BC, optional<G>(first), static_cast<int>(blocks), static_cast<int>(columns), optional<G>(second),
+           static_cast<int>(first_columns));
+  });
+}
+
 // ---- Launches ----
 
 // Whether rows of `cols` elements can be moved in packs of `width` and held in registers. Of tensors not given the
 // pointer is null.
 inline bool fits_wide(int64_t cols, int width, std::initializer_list<const void*> tensors) {
-  return cols % width == 0 && cols <= kMaxWideCols &&
-         std::all_of(tensors.begin(), tensors.end(), [](const void* p) { return is_aligned(p, 16); });
+  return cols % width == 0 && cols <= kMaxWideCols && are_aligned(tensors);
 }
 
 inline int threads_for(int64_t cols) {
@@ -179,24 +224,20 @@ inline int threads_for(int64_t cols) {
   return static_cast<int>(std::min<int64_t>(warps, kMaxWarps)) * kWarpSize;
 }
 
+// Calls f with a constant for a kind of norm, to instantiate a kernel for it. kNone is no norm.
+template <typename F>
+void with_norm_kind(NormKind kind, const F& f) {
+  switch (kind) {
+    case NormKind::kLayerNorm: f(std::integral_constant<NormKind, NormKind::kLayerNorm>()); return;
+    case NormKind::kRmsNorm: f(std::integral_constant<NormKind, NormKind::kRmsNorm>()); return;
+    case NormKind::kAffineLayerNorm: f(std::integral_constant<NormKind, NormKind::kAffineLayerNorm>()); return;
+    case NormKind::kNone: PARKA_REQUIRE(!"a norm");
+  }
+}
+
 // Checks the limits of rows and columns: a block per row, and columns plus one chunk must fit in an int.
 inline void check_row_extents(int64_t rows, int64_t cols) {
   PARKA_REQUIRE(rows <= INT32_MAX && cols <= INT32_MAX - kMaxWideCols);
-}
-
-template <typename T>
-T* optional(const TensorView& t) {
-  return t.empty() ? nullptr : t.as<T>();
-}
-
-// Calls f with a constant for a bool, to instantiate a kernel for it.
-template <typename F>
-void with_constant(bool value, const F& f) {
-  if (value) {
-    f(std::true_type());
-  } else {
-    f(std::false_type());
-  }
 }
 
 }  // namespace parka::cuda

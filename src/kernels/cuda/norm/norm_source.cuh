@@ -105,7 +105,6 @@ struct NormSource {
       y[i] = weight.plus_bias(y[i], fetched.col + 4 * quarter + i);
     }
   }
-  __device__ void load(int row, int col, float (&y)[kSourceWidth]) const { load_of(*this, row, col, y); }
 
   __device__ float element(int row, int col) const {
     const float xhat = normalized<Weight::kCentred>(x.element(row, col), mean_of(row), rstd_T[row]);

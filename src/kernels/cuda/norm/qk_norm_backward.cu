@@ -4,8 +4,6 @@
 #include "kernels/cuda/norm/norm_rows.cuh"
 #include "kernels/cuda/norm/qk_norm_input.cuh"
 #include "kernels/cuda/quantize/fp8.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
 #include "kernels/op/workspace.h"
 #include "kernels/ops/norm/qk_norm.h"
 
@@ -350,9 +348,8 @@ struct QkBackwardLaunch {
     const auto kernel = qk_norm_backward_heads_kernel<Input, T, W, kPacks>;
     const unsigned blocks = backward_blocks(device, kernel, kTeamThreads, 1,
                                             ceil_div(items, int64_t{kTeamThreads / lanes}), shape.weight_columns);
-    kernel<<<blocks, kTeamThreads, 0, device.stream()>>>(x, tensors, shape, static_cast<unsigned>(items),
-                                                         static_cast<unsigned>(row_heads), lanes,
-                                                         1.0f / static_cast<float>(width));
+    launch(device, "qk_norm_backward", kernel, {blocks, kTeamThreads}, x, tensors, shape,
+           static_cast<unsigned>(items), static_cast<unsigned>(row_heads), lanes, 1.0f / static_cast<float>(width));
     return blocks;
   }
   template <bool kWide, typename Input>
@@ -362,7 +359,7 @@ struct QkBackwardLaunch {
     const auto rows = static_cast<unsigned>(a.x.num_rows());
     const auto kernel = qk_norm_backward_groups_kernel<Input, T, W, kWide>;
     const unsigned blocks = backward_blocks(device, kernel, threads, parts, rows, shape.weight_columns);
-    kernel<<<dim3(blocks, parts), threads, 0, device.stream()>>>(x, tensors, shape, rows);
+    launch(device, "qk_norm_backward", kernel, {dim3(blocks, parts), threads}, x, tensors, shape, rows);
     return blocks;
   }
   // The fastest that takes the shape; 0 where none does.
@@ -399,35 +396,6 @@ unsigned launch_qk_backward(CudaDevice& device, const QkNormBackward& a, const Q
   return blocks > 0 ? blocks : launch.template by_groups<false>(AnySource(a.x));
 }
 
-constexpr int kQkSumThreads = kWarpSize * kWarpSize;
-
-// The gradients of both weights += the sum of what the blocks left, added once. One that is null is not wanted. A
-// block of 32 x 32 threads has 32 columns.
-template <typename G>
-__global__ void __launch_bounds__(kQkSumThreads)
-    qk_norm_weight_gradient_kernel(const float* d_weight_BC, G* d_q_weight, G* d_k_weight, int blocks,
-                                   int q_columns, int columns) {
-  __shared__ float shared[kWarpSize][kWarpSize + 1];
-  const int column = static_cast<int>(blockIdx.x * kWarpSize + threadIdx.x);
-  float sum = 0.0f;
-  if (column < columns) {
-#pragma unroll 4
-    for (int b = static_cast<int>(threadIdx.y); b < blocks; b += kWarpSize) {
-      sum += d_weight_BC[int64_t{b} * columns + column];
-    }
-  }
-  shared[threadIdx.x][threadIdx.y] = sum;
-  __syncthreads();
-  sum = warp_sum(shared[threadIdx.y][threadIdx.x]);  // of the column that threadIdx.y counts
-  const int sum_column = static_cast<int>(blockIdx.x * kWarpSize + threadIdx.y);
-  if (threadIdx.x != 0 || sum_column >= columns) return;
-  const bool is_query = sum_column < q_columns;
-  G* const d_weight = is_query ? d_q_weight : d_k_weight;
-  if (d_weight == nullptr) return;
-  G& target = d_weight[is_query ? sum_column : sum_column - q_columns];
-  target = from_float<G>(to_float(target) + sum);
-}
-
 }  // namespace
 
 void qk_norm_backward(Device& any_device, const QkNormBackward& a) {
@@ -443,17 +411,8 @@ void qk_norm_backward(Device& any_device, const QkNormBackward& a) {
       blocks = launch_qk_backward<decltype(x), decltype(w)>(device, a, shape, d_weight_BC);
     });
   });
-  check_launch("qk_norm_backward");
-  if (a.d_q_weight.empty() && a.d_k_weight.empty()) return;
-  const int columns = shape.weight_columns;
-  with_plain_type(a.d_q_weight.empty() ? a.d_k_weight.dtype : a.d_q_weight.dtype, [&](auto g) {
-    using G = decltype(g);
-    qk_norm_weight_gradient_kernel<G>
-        <<<static_cast<unsigned>(ceil_div(columns, kWarpSize)), dim3(kWarpSize, kWarpSize), 0, device.stream()>>>(
-            d_weight_BC, optional<G>(a.d_q_weight), optional<G>(a.d_k_weight), static_cast<int>(blocks),
-            static_cast<int>(a.q_weight.dim[0]), columns);
-  });
-  check_launch("qk_norm_backward");
+  add_column_sums<true>(device, "qk_norm_backward", d_weight_BC, blocks, shape.weight_columns, a.d_q_weight,
+                        a.d_k_weight, a.q_weight.dim[0]);
 }
 
 }  // namespace parka::cuda

@@ -4,8 +4,6 @@
 #include "kernels/cuda/norm/norm_rows.cuh"
 #include "kernels/cuda/norm/qk_norm_input.cuh"
 #include "kernels/cuda/quantize/group_codes.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
 #include "kernels/ops/norm/qk_norm.h"
 #include "kernels/ops/quantize/quantize.h"
 
@@ -54,17 +52,11 @@ struct NotSaved {
   static constexpr bool kSaves = false;
 };
 
-// FP8 with groups of columns, each in one half of a head and in `lanes` neighbouring threads (group_codes.cuh).
-template <typename F8_>
-struct SavedCodes {
+// FP8 with groups of columns, each in one half of a head.
+template <typename F8>
+struct SavedCodes : GroupCodesOutput<F8, BFloat16> {
   static constexpr bool kSaves = true;
-  using F8 = F8_;
-
-  F8* codes_TN;
-  BFloat16* scales;
-  int across;       // scales in a row
-  int group_shift;  // log2 of the columns of a group
-  int lanes;
+  using GroupCodesOutput<F8, BFloat16>::GroupCodesOutput;
 };
 
 // Writes the codes of a thread's pairs, which become what these decode to. To be called by whole warps.
@@ -77,11 +69,10 @@ __device__ void save_pairs(const SavedCodes<F8>& saved, int64_t row, int row_wid
   const Codes low_codes = encode_and_decode<F8>(scale.first, low);
   const Codes high_codes = encode_and_decode<F8>(scale.second, high);
   if (!wanted) return;
-  F8* const codes = saved.codes_TN + row * row_width + col;
+  F8* const codes = saved.codes + row * row_width + col;
   *reinterpret_cast<Codes*>(codes) = low_codes;
   *reinterpret_cast<Codes*>(codes + half) = high_codes;
-  // The first two threads of a group have computed a scale each, of the lower and the upper half.
-  if ((static_cast<int>(threadIdx.x) & (saved.lanes - 1)) >= 2) return;
+  if (!saved.writes_scale()) return;
   const int own_column = col + (GroupScales::owns_first() ? 0 : half);
   saved.scales[row * saved.across + (own_column >> saved.group_shift)] = from_float<BFloat16>(scale.own.scale);
 }
@@ -300,6 +291,8 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 // ---- Launches ----
 
+constexpr const char* kOp = "qk_norm_rope_forward";
+
 template <typename T, typename W>
 QkRopeTensors<T, W> qk_rope_tensors(const QkNormRopeForward& a) {
   return {.weight = {a.q_weight.as<W>(), a.k_weight.as<W>()},
@@ -312,18 +305,14 @@ QkRopeTensors<T, W> qk_rope_tensors(const QkNormRopeForward& a) {
 
 // Whether the groups are as SavedCodes and CodesInput have them.
 bool fits_codes(const ScaledView& codes, int half) {
-  const auto group = static_cast<uint64_t>(codes.group);
-  return codes.scale.dtype == DType::kBF16 && is_aligned(codes.data.data, kPackPairs) &&
-         std::has_single_bit(group) && group >= 2 * kPackPairs && group <= uint64_t{kPackPairs} * kWarpSize &&
-         half % static_cast<int>(group) == 0;
+  static_assert(kPackPairs == kGroupCodesWidth);
+  return codes.scale.dtype == DType::kBF16 && fits_group_codes(codes) && half % codes.group == 0;
 }
 
 // Whether the kernels of packs take the shape and formats.
 bool fits_packs(const QkNormRopeForward& a, const QkRopeShape& shape) {
   if (a.out.dtype != DType::kBF16 || a.q_weight.dtype != DType::kBF16 || shape.half % kPackPairs != 0) return false;
-  for (const void* p : {a.q_weight.data, a.k_weight.data, a.cos_sin.data, a.out.data}) {
-    if (!is_aligned(p, 16)) return false;
-  }
+  if (!are_aligned({a.q_weight.data, a.k_weight.data, a.cos_sin.data, a.out.data})) return false;
   // Codes that were saved are read by the kernel that saved them, so that both give the same bits.
   const ScaledView& codes = a.x.scaling == Scaling::kNone ? a.saved : a.x;
   if (!codes.empty() && !fits_codes(codes, shape.half)) return false;
@@ -347,19 +336,19 @@ void launch_packs(CudaDevice& device, const QkNormRopeForward& a, const QkRopeSh
     const int packs = shape.num_heads * head_packs;
     const unsigned threads = threads_for_packs(packs, kThreadHeads);
     if (threads % static_cast<unsigned>(head_packs) == 0) {
-      qk_norm_rope_full_kernel<Input, Saved, kThreadHeads>
-          <<<dim3(rows, 3), threads, 0, device.stream()>>>(x, tensors, saved, shape, head_packs);
+      launch(device, kOp, qk_norm_rope_full_kernel<Input, Saved, kThreadHeads>, {dim3(rows, 3), threads}, x,
+             tensors, saved, shape, head_packs);
     } else {
-      qk_norm_rope_full_kernel<Input, Saved, 1><<<dim3(rows, 3), threads_for_packs(packs, 1), 0, device.stream()>>>(
-          x, tensors, saved, shape, head_packs);
+      launch(device, kOp, qk_norm_rope_full_kernel<Input, Saved, 1>, {dim3(rows, 3), threads_for_packs(packs, 1)},
+             x, tensors, saved, shape, head_packs);
     }
     return;
   }
   const int packs = (shape.num_heads + 2 * shape.num_kv_heads) * head_packs;
   const auto parts = static_cast<unsigned>(ceil_div(packs, kThreadHeads * kHeadThreads));
-  qk_norm_rope_heads_kernel<Input, Saved>
-      <<<dim3(rows, parts), threads_for_packs(packs, static_cast<int>(parts) * kThreadHeads), 0, device.stream()>>>(
-          x, tensors, saved, shape, head_packs);
+  launch(device, kOp, qk_norm_rope_heads_kernel<Input, Saved>,
+         {dim3(rows, parts), threads_for_packs(packs, static_cast<int>(parts) * kThreadHeads)}, x, tensors, saved,
+         shape, head_packs);
 }
 
 void launch_packs(CudaDevice& device, const QkNormRopeForward& a, const QkRopeShape& shape) {
@@ -370,13 +359,7 @@ void launch_packs(CudaDevice& device, const QkNormRopeForward& a, const QkRopeSh
     launch_packs(device, a, shape, PlainInput<BFloat16>(a.x), NotSaved());
   } else {
     with_float8_type(a.saved.data.dtype, [&](auto f8) {
-      using F8 = decltype(f8);
-      launch_packs(device, a, shape, PlainInput<BFloat16>(a.x),
-                   SavedCodes<F8>{.codes_TN = a.saved.data.as<F8>(),
-                                  .scales = a.saved.scale.as<BFloat16>(),
-                                  .across = static_cast<int>(a.saved.scale.dim[1]),
-                                  .group_shift = std::countr_zero(static_cast<uint64_t>(a.saved.group)),
-                                  .lanes = static_cast<int>(a.saved.group) / kPackPairs});
+      launch_packs(device, a, shape, PlainInput<BFloat16>(a.x), SavedCodes<decltype(f8)>(a.saved));
     });
   }
 }
@@ -391,7 +374,6 @@ void qk_norm_rope_forward(Device& any_device, const QkNormRopeForward& a) {
                           static_cast<int>(a.cos_sin.dim[1] / 2), Positions(a.cos_sin.dim[0])};
   if (fits_packs(a, shape)) {
     launch_packs(device, a, shape);
-    check_launch("qk_norm_rope_forward");
     return;
   }
   if (!a.saved.empty()) cuda::quantize(device, Quantize{.x = a.x, .out = a.saved, .out_t = {}});
@@ -402,11 +384,10 @@ void qk_norm_rope_forward(Device& any_device, const QkNormRopeForward& a) {
     with_plain_type(a.q_weight.dtype, [&](auto weight) {
       using T = decltype(out);
       using W = decltype(weight);
-      qk_norm_rope_any_kernel<T, W><<<dim3(static_cast<unsigned>(a.out.dim[0]), 3), threads, 0, device.stream()>>>(
-          x, qk_rope_tensors<T, W>(a), shape, full);
+      launch(device, kOp, qk_norm_rope_any_kernel<T, W>, {dim3(static_cast<unsigned>(a.out.dim[0]), 3), threads}, x,
+             qk_rope_tensors<T, W>(a), shape, full);
     });
   });
-  check_launch("qk_norm_rope_forward");
 }
 
 }  // namespace parka::cuda

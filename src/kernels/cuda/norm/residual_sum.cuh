@@ -4,8 +4,6 @@
 
 #include "kernels/cuda/norm/norm_rows.cuh"
 #include "kernels/cuda/quantize/fp8.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
 
 // What norm ops do where there is no norm: a sum of two tensors of one type, rounded to it.
 namespace parka::cuda {
@@ -60,13 +58,10 @@ template <typename T, typename Y>
 void launch_residual_sum(CudaDevice& device, const ResidualSum<T, Y>& a, int64_t count, const char* op) {
   if (a.added == nullptr && a.sum == a.x && a.copy == nullptr && a.amax == nullptr) return;
   constexpr int kWide = 16 / sizeof(T);
-  const bool wide = count % kWide == 0 && is_aligned(a.x, 16) && is_aligned(a.added, 16) && is_aligned(a.sum, 16) &&
-                    is_aligned(a.copy, 16);
-  const auto kernel = wide ? residual_sum_kernel<kWide, T, Y> : residual_sum_kernel<1, T, Y>;
-  const int64_t blocks = ceil_div(count, int64_t{kResidualThreads} * kResidualPacks * (wide ? kWide : 1));
-  PARKA_REQUIRE(blocks <= INT32_MAX);
-  kernel<<<static_cast<unsigned>(blocks), kResidualThreads, 0, device.stream()>>>(a, count);
-  check_launch(op);
+  const bool wide = count % kWide == 0 && are_aligned({a.x, a.added, a.sum, a.copy});
+  launch(device, op, wide ? residual_sum_kernel<kWide, T, Y> : residual_sum_kernel<1, T, Y>,
+         {ceil_div(count, int64_t{kResidualThreads} * kResidualPacks * (wide ? kWide : 1)), kResidualThreads}, a,
+         count);
 }
 
 }  // namespace parka::cuda

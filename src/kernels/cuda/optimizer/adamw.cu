@@ -2,13 +2,10 @@
 
 #include <algorithm>
 #include <type_traits>
-#include <vector>
 
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/optimizer/adamw_update.cuh"
 #include "kernels/cuda/optimizer/block_scheduler.cuh"
-#include "kernels/cuda/ptx/early_launch.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
 
 // A warp takes one group of 128 elements, or several: it reads them of every tensor as fp32, updates them and
 // writes them back. There are two kernels: adamw_fp8_kernel for whole blocks of elements with expanded fp8 moments
@@ -51,11 +48,6 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads)
     tensors.move(first);
     if (!changes) {
       largest.raise_to(load_part<whole.value>(tensors.weights.weight_N, part));
-    } else if constexpr (kIsFp8Moment<decltype(Tensors::exp_avg)> && kIsFp8Moment<decltype(Tensors::exp_avg_sq)>) {
-      const RootTable& roots = kRootTable<typename decltype(Tensors::exp_avg)::Format>;
-      const RootTable& roots_sq = kRootTable<typename decltype(Tensors::exp_avg_sq)::Format>;
-      const auto elements = load_elements<whole.value>(tensors, part);
-      step_fp8<whole.value>(tensors, part, roots, roots_sq, scale, constants, elements, largest, [] {});
     } else {
       step_in_turn<whole.value>(tensors, part, scale, constants, largest);
     }
@@ -112,7 +104,7 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
     return;
   }
   BlockScheduler scheduler(counters, count);
-  auto elements = load_elements<true>(of_block(tensors, scheduler.block()), Part{});
+  auto elements = load_elements(of_block(tensors, scheduler.block()), Part{});
 
   extern __shared__ uint4 shared[];
   auto& roots = *reinterpret_cast<RootTable*>(shared);
@@ -122,87 +114,12 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
   typename Tensors::LargestWeight largest;
   for (; scheduler.has_block(); scheduler.advance()) {
     scheduler.ask();
-    step_fp8<true>(of_block(tensors, scheduler.block()), Part{}, roots, roots, scale, constants, elements, largest,
-                   [&] {
-                     if (scheduler.has_next())
-                       elements = load_elements<true>(of_block(tensors, scheduler.next()), Part{});
-                   });
+    step_fp8(of_block(tensors, scheduler.block()), Part{}, roots, scale, constants, elements, largest, [&] {
+      if (scheduler.has_next()) elements = load_elements(of_block(tensors, scheduler.next()), Part{});
+    });
   }
   BlockScheduler::end<Part::kThreads>(counters);
   raise_weight_amax<Part::kThreads>(weight_amax, largest);
-}
-
-// The tensors of several steps, which go to adamw_fp8_steps_kernel as an argument.
-template <typename Tensors>
-struct StepTable {
-  static constexpr size_t kMostBytes = 30000;  // arguments of a kernel may take 32764
-  struct Entry {
-    Tensors tensors;
-    float* weight_amax;
-    float lr, weight_decay;
-    int first_block;  // of all blocks of elements
-  };
-  static constexpr int kCapacity = kMostBytes / sizeof(Entry);
-
-  int num_entries, num_blocks;
-  Entry entries[kCapacity];
-
-  // The entry that a block of elements belongs to, at or behind entry `from`.
-  __device__ int entry_of(int block, int from) const {
-    while (from + 1 < num_entries && entries[from + 1].first_block <= block) ++from;
-    return from;
-  }
-  __device__ Tensors at(int entry, int block) const {
-    return of_block(entries[entry].tensors, block - entries[entry].first_block);
-  }
-};
-
-// The same for several tensors. One tensor's step is its own kernel, which is faster: it looks for no tensor, and
-// finds the largest weight at the end alone.
-template <typename Tensors>
-__global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
-    adamw_fp8_steps_kernel(const __grid_constant__ StepTable<Tensors> table, const float* grad_scale,
-                           UpdateConstants constants, unsigned* counters) {
-  using Part = typename Tensors::Part;
-  using LargestWeight = typename Tensors::LargestWeight;
-  wait_for_kernel_before();
-  const float scale = *grad_scale;
-  if (!isfinite(scale)) {
-    int entry = 0;
-    for (int block = static_cast<int>(blockIdx.x); block < table.num_blocks; block += static_cast<int>(gridDim.x)) {
-      entry = table.entry_of(block, entry);
-      LargestWeight largest;
-      largest.raise_to(load_part<true>(table.at(entry, block).weights.weight_N, Part{}));
-      raise_to_warp_max(table.entries[entry].weight_amax, largest);
-    }
-    return;
-  }
-  BlockScheduler scheduler(counters, table.num_blocks);
-  int entry = table.entry_of(scheduler.block(), 0);
-  auto elements = load_elements<true>(table.at(entry, scheduler.block()), Part{});
-
-  extern __shared__ uint4 shared[];
-  auto& roots = *reinterpret_cast<RootTable*>(shared);
-  copy_roots<Part::kThreads>(kRootTable<typename decltype(Tensors::exp_avg)::Format>, roots);
-  __syncthreads();
-
-  for (; scheduler.has_block(); scheduler.advance()) {
-    scheduler.ask();
-    UpdateConstants of_entry = constants;
-    of_entry.lr = table.entries[entry].lr;
-    of_entry.weight_decay = table.entries[entry].weight_decay;
-    LargestWeight largest;
-    int next_entry = entry;
-    step_fp8<true>(table.at(entry, scheduler.block()), Part{}, roots, roots, scale, of_entry, elements, largest,
-                   [&] {
-                     if (!scheduler.has_next()) return;
-                     next_entry = table.entry_of(scheduler.next(), entry);
-                     elements = load_elements<true>(table.at(next_entry, scheduler.next()), Part{});
-                   });
-    raise_to_warp_max(table.entries[entry].weight_amax, largest);
-    entry = next_entry;
-  }
-  BlockScheduler::end<Part::kThreads>(counters);
 }
 
 template <typename Moment>
@@ -249,37 +166,6 @@ void with_weights(const AdamwStep& a, const F& f) {
   }
 }
 
-// Calls f with the moment's device form.
-template <typename F>
-void with_plain_moment(const MomentView& moment, const F& f) {
-  with_plain_type(moment.values.dtype, [&](auto type) {
-    using T = decltype(type);
-    f(PlainMoment<T, SmallPart>{moment.values.as<T>()});
-  });
-}
-
-template <typename F8, typename Part, bool kIsSecond, bool kOfFastStep = false>
-Fp8Moment<F8, Part, kIsSecond, kOfFastStep> fp8_moment(const MomentView& moment) {
-  uint8_t* const exponent = moment.exponent.empty() ? nullptr : moment.exponent.as<uint8_t>();
-  return {moment.values.as<F8>(), moment.amax.as<float>(), exponent};
-}
-
-template <typename Part, bool kIsSecond, typename F>
-void with_fp8_moment(const MomentView& moment, const F& f) {
-  with_float8_type(moment.values.dtype, [&](auto type) { f(fp8_moment<decltype(type), Part, kIsSecond>(moment)); });
-}
-
-template <typename F>
-void with_moment(const MomentView& moment, bool is_second, const F& f) {
-  if (!is_float8(moment.values.dtype)) {
-    with_plain_moment(moment, f);
-  } else if (is_second) {
-    with_fp8_moment<LargePart, true>(moment, f);
-  } else {
-    with_fp8_moment<LargePart, false>(moment, f);
-  }
-}
-
 // Calls f(weights, gradient) with their device forms.
 template <typename F>
 void with_weights_and_gradient(const AdamwStep& a, const F& f) {
@@ -291,9 +177,28 @@ void with_weights_and_gradient(const AdamwStep& a, const F& f) {
   });
 }
 
-template <typename Part>
-unsigned num_blocks(int64_t N) {
-  return static_cast<unsigned>(ceil_div(N, Part::kBlockElements));
+// Call f with the moment's device form.
+template <typename F>
+void with_plain_moment(const MomentView& moment, const F& f) {
+  with_plain_type(moment.values.dtype, [&](auto type) {
+    using T = decltype(type);
+    f(PlainMoment<T, SmallPart>{moment.values.as<T>()});
+  });
+}
+template <bool kIsSecond, typename F>
+void with_fp8_moment(const MomentView& moment, const F& f) {
+  with_float8_type(moment.values.dtype,
+                   [&](auto type) { f(Fp8Moment<decltype(type), SmallPart, kIsSecond, false>(moment)); });
+}
+template <typename F>
+void with_moment(const MomentView& moment, bool is_second, const F& f) {
+  if (!is_float8(moment.values.dtype)) {
+    with_plain_moment(moment, f);
+  } else if (is_second) {
+    with_fp8_moment<true>(moment, f);
+  } else {
+    with_fp8_moment<false>(moment, f);
+  }
 }
 
 // Whether a lane can move a pack of `Part` as it likes to.
@@ -313,8 +218,6 @@ bool is_aligned_for(const AdamwStep& a) {
   return aligned;
 }
 
-float* weight_amax_of(const AdamwStep& a) { return a.weight_amax.empty() ? nullptr : a.weight_amax.as<float>(); }
-
 // Steps the elements from number `begin` on, a multiple of 128.
 template <typename Tensors>
 void launch_step(CudaDevice& device, const AdamwStep& a, Tensors tensors, int64_t begin = 0) {
@@ -322,29 +225,8 @@ void launch_step(CudaDevice& device, const AdamwStep& a, Tensors tensors, int64_
   const int64_t N = a.weight.numel() - begin;
   if (N == 0) return;
   tensors.move(begin);
-  adamw_kernel<<<num_blocks<Part>(N), Part::kThreads, 0, device.stream()>>>(
-      tensors, a.grad_scale.as<float>(), weight_amax_of(a), UpdateConstants(a), N, is_aligned_for<Part>(a));
-}
-
-// Elements that the fast step can have, from the first on. Without range expansion there is one row of roots, which
-// any cache holds.
-int64_t num_fast_elements(const CudaDevice& device, const AdamwStep& a) {
-  const bool can = a.exp_avg.values.dtype == a.exp_avg_sq.values.dtype && !a.exp_avg.exponent.empty() &&
-                   !a.exp_avg_sq.exponent.empty() && is_aligned_for<LargePart>(a) &&
-                   device.properties().sharedMemPerBlockOptin >= sizeof(RootTable);
-  return can ? a.weight.numel() / LargePart::kBlockElements * LargePart::kBlockElements : 0;
-}
-
-template <typename Tensors>
-void launch_fast_step(CudaDevice& device, const AdamwStep& a, const Tensors& tensors, int64_t num_elements) {
-  auto* const kernel = adamw_fp8_kernel<Tensors>;
-  constexpr int kSharedBytes = sizeof(RootTable);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "adamw_step");
-  const int count = static_cast<int>(num_elements / LargePart::kBlockElements);
-  const int blocks = std::min(count, device.num_multiprocessors());
-  launch_early(device, kernel, {static_cast<unsigned>(blocks), LargePart::kThreads, kSharedBytes}, tensors,
-               a.grad_scale.as<float>(), weight_amax_of(a), UpdateConstants(a), count, device.counters());
-  check_launch("adamw_step");
+  launch(device, "adamw_step", adamw_kernel<Tensors>, {ceil_div(N, Part::kBlockElements), Part::kThreads}, tensors,
+         a.grad_scale.as<float>(), optional<float>(a.weight_amax), UpdateConstants(a), N, is_aligned_for<Part>(a));
 }
 
 void step_with_plain_moments(CudaDevice& device, const AdamwStep& a) {
@@ -357,110 +239,64 @@ void step_with_plain_moments(CudaDevice& device, const AdamwStep& a) {
   });
 }
 
-// Calls f with the tensors of a fast step.
-template <typename F>
-void with_fast_tensors(const AdamwStep& a, const F& f) {
+// Elements that the fast step can have, from the first on. Without range expansion there is one row of roots, which
+// any cache holds.
+int64_t num_fast_elements(const CudaDevice& device, const AdamwStep& a) {
+  const bool can = a.exp_avg.values.dtype == a.exp_avg_sq.values.dtype && !a.exp_avg.exponent.empty() &&
+                   !a.exp_avg_sq.exponent.empty() && is_aligned_for<LargePart>(a) &&
+                   device.properties().sharedMemPerBlockOptin >= sizeof(RootTable);
+  return can ? a.weight.numel() / LargePart::kBlockElements * LargePart::kBlockElements : 0;
+}
+
+void fast_step(CudaDevice& device, const AdamwStep& a, int64_t num_elements) {
+  const int count = static_cast<int>(num_elements / LargePart::kBlockElements);
+  const int blocks = std::min(count, device.num_multiprocessors());
   with_weights_and_gradient(a, [&](auto weights, auto gradient) {
     with_float8_type(a.exp_avg.values.dtype, [&](auto type) {
       using F8 = decltype(type);
-      f(Tensors{weights, gradient, fp8_moment<F8, LargePart, false, true>(a.exp_avg),
-                fp8_moment<F8, LargePart, true, true>(a.exp_avg_sq)});
+      const Tensors tensors{weights, gradient, Fp8Moment<F8, LargePart, false, true>(a.exp_avg),
+                            Fp8Moment<F8, LargePart, true, true>(a.exp_avg_sq)};
+      auto* const kernel = adamw_fp8_kernel<std::remove_const_t<decltype(tensors)>>;
+      constexpr int kSharedBytes = sizeof(RootTable);
+      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "adamw_step");
+      launch_early(device, "adamw_step", kernel, {blocks, LargePart::kThreads, kSharedBytes}, tensors,
+                   a.grad_scale.as<float>(), optional<float>(a.weight_amax), UpdateConstants(a), count,
+                   device.counters());
     });
   });
-}
-
-// Calls f with the device form of a second moment beside an fp8 first one.
-template <typename F>
-void with_second_moment(const MomentView& moment, const F& f) {
-  if (is_float8(moment.values.dtype)) {
-    with_fp8_moment<SmallPart, true>(moment, f);
-  } else {
-    f(PlainMoment<BFloat16, SmallPart>{moment.values.as<BFloat16>()});
-  }
 }
 
 // What the fast step leaves: the elements behind `num_fast`, the last ones of a tensor, or all where it cannot be.
 void step_rest(CudaDevice& device, const AdamwStep& a, int64_t num_fast) {
   with_weights(a, [&](auto weights) {
-    with_fp8_moment<SmallPart, false>(a.exp_avg, [&](auto exp_avg) {
-      with_second_moment(a.exp_avg_sq, [&](auto exp_avg_sq) {
+    with_fp8_moment<false>(a.exp_avg, [&](auto exp_avg) {
+      const auto step_with = [&](auto exp_avg_sq) {
         launch_step(device, a, Tensors{weights, AnyGradient(a.gradient), exp_avg, exp_avg_sq}, num_fast);
-      });
+      };
+      if (is_float8(a.exp_avg_sq.values.dtype)) {
+        with_fp8_moment<true>(a.exp_avg_sq, step_with);
+      } else {
+        step_with(PlainMoment<BFloat16, SmallPart>{a.exp_avg_sq.values.as<BFloat16>()});
+      }
     });
-  });
-}
-
-void step_with_fp8_moments(CudaDevice& device, const AdamwStep& a) {
-  const int64_t num_fast = num_fast_elements(device, a);
-  if (num_fast > 0) {
-    with_fast_tensors(a, [&](const auto& tensors) { launch_fast_step(device, a, tensors, num_fast); });
-  }
-  step_rest(device, a, num_fast);
-}
-
-template <typename Tensors>
-void launch_fast_steps(CudaDevice& device, const AdamwStep& like, const StepTable<Tensors>& table) {
-  auto* const kernel = adamw_fp8_steps_kernel<Tensors>;
-  constexpr int kSharedBytes = sizeof(RootTable);
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "adamw_steps");
-  const int blocks = std::min(table.num_blocks, device.num_multiprocessors());
-  launch_early(device, kernel, {static_cast<unsigned>(blocks), LargePart::kThreads, kSharedBytes}, table,
-               like.grad_scale.as<float>(), UpdateConstants(like), device.counters());
-  check_launch("adamw_steps");
-}
-
-// The fast part of steps that have one, which are alike.
-void fast_steps(CudaDevice& device, const std::vector<const AdamwStep*>& steps) {
-  with_fast_tensors(*steps[0], [&](const auto& first) {
-    using Table = StepTable<std::remove_cvref_t<decltype(first)>>;
-    Table table{};
-    for (size_t i = 0; i < steps.size(); ++i) {
-      const AdamwStep& a = *steps[i];
-      auto& entry = table.entries[table.num_entries++];
-      with_fast_tensors(a, [&](const auto& tensors) {
-        if constexpr (std::is_same_v<decltype(tensors), decltype(first)>) entry.tensors = tensors;
-      });
-      entry.weight_amax = weight_amax_of(a);
-      entry.lr = a.lr;
-      entry.weight_decay = a.weight_decay;
-      entry.first_block = table.num_blocks;
-      table.num_blocks += static_cast<int>(num_fast_elements(device, a) / LargePart::kBlockElements);
-      if (table.num_entries < Table::kCapacity && i + 1 < steps.size()) continue;
-      launch_fast_steps(device, a, table);
-      table.num_entries = table.num_blocks = 0;
-    }
   });
 }
 
 }  // namespace
 
 // Both moments are plain, or the first is fp8 and the second fp8 or bf16: no config asks for others.
-void adamw_step(Device& device, const AdamwStep& a) {
+void adamw_step(Device& any_device, const AdamwStep& a) {
+  CudaDevice& device = as_cuda(any_device);
   const bool is_fp8 = is_float8(a.exp_avg.values.dtype);
   PARKA_REQUIRE(is_float8(a.exp_avg_sq.values.dtype) ? is_fp8
                                                      : !is_fp8 || a.exp_avg_sq.values.dtype == DType::kBF16);
-  if (is_fp8) {
-    step_with_fp8_moments(as_cuda(device), a);
-  } else {
-    step_with_plain_moments(as_cuda(device), a);
-  }
-  check_launch("adamw_step");
-}
-
-void adamw_steps(Device& device, const AdamwSteps& a) {
-  CudaDevice& gpu = as_cuda(device);
-  if (!is_float8(a.steps[0].exp_avg.values.dtype)) {
-    for (const AdamwStep& step : a.steps) cuda::adamw_step(device, step);
+  if (!is_fp8) {
+    step_with_plain_moments(device, a);
     return;
   }
-  std::vector<const AdamwStep*> fast;
-  for (const AdamwStep& step : a.steps) {
-    const int64_t num_fast = num_fast_elements(gpu, step);
-    if (num_fast > 0) fast.push_back(&step);
-    step_rest(gpu, step, num_fast);
-  }
-  if (!fast.empty()) fast_steps(gpu, fast);
-  check_launch("adamw_steps");
+  const int64_t num_fast = num_fast_elements(device, a);
+  if (num_fast > 0) fast_step(device, a, num_fast);
+  step_rest(device, a, num_fast);
 }
 
 void moment_encode(Device& device, const MomentEncode& a) {
@@ -468,10 +304,9 @@ void moment_encode(Device& device, const MomentEncode& a) {
   with_moment(a.moment, a.is_second, [&](auto moment) {
     using Part = typename decltype(moment)::Part;
     const bool aligned = is_aligned_for<Part>(a.values) && is_aligned_for<Part>(a.moment.values);
-    moment_encode_kernel<<<num_blocks<Part>(N), Part::kThreads, 0, as_cuda(device).stream()>>>(a.values.as<float>(),
-                                                                                               moment, N, aligned);
+    launch(as_cuda(device), "moment_encode", moment_encode_kernel<decltype(moment)>,
+           {ceil_div(N, Part::kBlockElements), Part::kThreads}, a.values.as<float>(), moment, N, aligned);
   });
-  check_launch("moment_encode");
 }
 
 void moment_decode(Device& device, const MomentDecode& a) {
@@ -479,10 +314,9 @@ void moment_decode(Device& device, const MomentDecode& a) {
   with_moment(a.moment, /*is_second=*/false, [&](auto moment) {
     using Part = typename decltype(moment)::Part;
     const bool aligned = is_aligned_for<Part>(a.values) && is_aligned_for<Part>(a.moment.values);
-    moment_decode_kernel<<<num_blocks<Part>(N), Part::kThreads, 0, as_cuda(device).stream()>>>(
-        moment, a.values.as<float>(), N, aligned);
+    launch(as_cuda(device), "moment_decode", moment_decode_kernel<decltype(moment)>,
+           {ceil_div(N, Part::kBlockElements), Part::kThreads}, moment, a.values.as<float>(), N, aligned);
   });
-  check_launch("moment_decode");
 }
 
 }  // namespace parka::cuda

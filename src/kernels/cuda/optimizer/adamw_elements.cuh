@@ -156,14 +156,6 @@ class LargestStored {
   uint32_t largest_ = 0;  // the bits of one number; or of one for each half of a word, of either sign
 };
 
-// Raises *weight_amax, unless it is null, to what the lanes of a warp have found.
-template <typename LargestWeight>
-__device__ void raise_to_warp_max(float* weight_amax, const LargestWeight& largest) {
-  if (weight_amax == nullptr) return;
-  const uint32_t of_warp = __reduce_max_sync(kFullWarp, __float_as_uint(largest.value()));
-  if (threadIdx.x % kWarpSize == 0) raise_to(weight_amax, __uint_as_float(of_warp));
-}
-
 // ---- Gradient, and weights, one type for each MasterForm ----
 
 // Each can move() by a number of elements, load() what is stored, as to_floats() takes it, and store() floats,
@@ -412,7 +404,7 @@ struct UpdateConstants {
   float gain1, gain2;  // 1 - beta
   float inverse_bias1, inverse_sqrt_bias2;
   float lr, eps, weight_decay;
-  bool are_safe;  // for safe_direction_of, in adamw.cu
+  bool are_safe;  // for safe_direction_of, in adamw_update.cuh
 
   explicit UpdateConstants(const AdamwStep& a)
       : gain1(static_cast<float>(1.0 - a.beta1)),

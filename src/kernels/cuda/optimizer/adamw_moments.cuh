@@ -46,6 +46,11 @@ struct Fp8Moment {
   float* amax_G;
   uint8_t* exponent_G;  // null without range expansion
 
+  explicit Fp8Moment(const MomentView& moment)
+      : codes_N(moment.values.as<F8>()),
+        amax_G(moment.amax.as<float>()),
+        exponent_G(moment.exponent.empty() ? nullptr : moment.exponent.as<uint8_t>()) {}
+
   PARKA_HOST_DEVICE void move(int64_t elements) {
     codes_N += elements;
     amax_G += elements / kMomentGroup;
@@ -137,11 +142,6 @@ struct Fp8Moment {
     }
     return x;
   }
-};
-
-template <typename Moment>
-constexpr bool kIsFp8Moment = requires {
-  typename Moment::Format;
 };
 
 }  // namespace parka::cuda

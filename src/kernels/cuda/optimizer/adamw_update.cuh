@@ -101,31 +101,31 @@ struct StoredElements {
   ExpAvgSq exp_avg_sq;
 };
 
-template <bool kWhole, typename Tensors, typename Part>
+template <typename Tensors, typename Part>
 __device__ auto load_elements(const Tensors& t, const Part& part) {
-  return StoredElements{t.weights.template load<kWhole>(part), t.gradient.template load<kWhole>(part),
-                        t.exp_avg.template load<kWhole>(part), t.exp_avg_sq.template load<kWhole>(part)};
+  return StoredElements{t.weights.template load<true>(part), t.gradient.template load<true>(part),
+                        t.exp_avg.template load<true>(part), t.exp_avg_sq.template load<true>(part)};
 }
 
 // With fp8 moments: steps the `elements` of `part`. Calls load_next() once they are no longer needed, to load
 // others while moments are being encoded.
-template <bool kWhole, typename Tensors, typename Part, typename Elements, typename LoadNext>
-__device__ void step_fp8(const Tensors& t, const Part& part, const RootTable& roots, const RootTable& roots_sq,
-                         float grad_scale, const UpdateConstants& c, const Elements& elements,
+template <typename Tensors, typename Part, typename Elements, typename LoadNext>
+__device__ void step_fp8(const Tensors& t, const Part& part, const RootTable& roots, float grad_scale,
+                         const UpdateConstants& c, const Elements& elements,
                          typename Tensors::LargestWeight& largest, const LoadNext& load_next) {
   PartValues<Part> g, w, m, v;
   to_floats(elements.gradient, g);
   t.exp_avg.decode(elements.exp_avg, roots, m);
-  t.exp_avg_sq.decode(elements.exp_avg_sq, roots_sq, v);
+  t.exp_avg_sq.decode(elements.exp_avg_sq, roots, v);
   for_each_element<Part>(
       [&](int pack, int i) { update_moments(c, __fmul_rn(g[pack][i], grad_scale), m[pack][i], v[pack][i]); });
   const MomentExtremes of_m = t.exp_avg.extremes(m), of_v = t.exp_avg_sq.extremes(v);
   to_floats(elements.weights, w);
   update_weights<Part>(c, m, v, of_m, of_v, w);
-  largest.raise_to(t.weights.template store<kWhole>(part, w));
+  largest.raise_to(t.weights.template store<true>(part, w));
   load_next();
-  t.exp_avg.template store<kWhole>(part, m, of_m);
-  t.exp_avg_sq.template store<kWhole>(part, v, of_v);
+  t.exp_avg.template store<true>(part, m, of_m);
+  t.exp_avg_sq.template store<true>(part, v, of_v);
 }
 
 }  // namespace parka::cuda

@@ -3,10 +3,7 @@
 #include <algorithm>
 #include <cstdint>
 
-#include "kernels/cuda/ptx/early_launch.cuh"
-#include "kernels/cuda/vector.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/op/workspace.h"
 
 namespace parka::cuda {
@@ -182,9 +179,8 @@ __global__ void __launch_bounds__(kAddSumThreads) add_sum_kernel(const float* x,
 
 void sum_of_squares(Device& device, const SumOfSquares& a) {
   const CudaDevice& cuda_device = as_cuda(device);
-  const auto launch = [&](auto* kernel, int blocks, const auto&... arguments) {
-    launch_early(cuda_device, kernel, {static_cast<unsigned>(blocks), kThreads}, arguments...);
-    check_launch("sum_of_squares");
+  const auto queue = [&](auto* kernel, int blocks, const auto&... arguments) {
+    launch_early(cuda_device, "sum_of_squares", kernel, {blocks, kThreads}, arguments...);
   };
   const size_t num_parts = a.parts.size();
   auto* const part_sums = static_cast<double*>(cuda_device.workspace("sum_of_squares", workspace_of(a)));
@@ -194,27 +190,23 @@ void sum_of_squares(Device& device, const SumOfSquares& a) {
   for (size_t begin = 0; begin < num_parts; begin += PartTable::kCapacity) {
     const size_t end = std::min(begin + PartTable::kCapacity, num_parts);
     const PartTable table = make_table(a.parts, begin, end);
-    if (table.num_pieces > 0) {
-      launch(piece_sums_kernel, table.num_pieces, table, piece_sums);
-    }
-    launch(part_sums_kernel, table.num_parts, table, piece_sums, part_sums + begin, partial + begin);
+    if (table.num_pieces > 0) queue(piece_sums_kernel, table.num_pieces, table, piece_sums);
+    queue(part_sums_kernel, table.num_parts, table, piece_sums, part_sums + begin, partial + begin);
     piece_sums += table.num_pieces;
   }
-  launch(total_kernel, 1, part_sums, static_cast<int64_t>(num_parts), a.result.as<float>());
+  queue(total_kernel, 1, part_sums, static_cast<int64_t>(num_parts), a.result.as<float>());
 }
 
 void clip_coefficient(Device& device, const ClipCoefficient& a) {
   const TensorView& clipped = a.clipped_squares.empty() ? a.sum_of_squares : a.clipped_squares;
-  clip_coefficient_kernel<<<1, 1, 0, as_cuda(device).stream()>>>(a.sum_of_squares.as<float>(), clipped.as<float>(),
-                                                                 a.loss.as<float>(), a.max_norm, a.most_squares,
-                                                                 a.most_loss, a.coefficient.as<float>());
-  check_launch("clip_coefficient");
+  launch(as_cuda(device), "clip_coefficient", clip_coefficient_kernel, {1, 1}, a.sum_of_squares.as<float>(),
+         clipped.as<float>(), a.loss.as<float>(), a.max_norm, a.most_squares, a.most_loss,
+         a.coefficient.as<float>());
 }
 
 void add_sum(Device& device, const AddSum& a) {
-  add_sum_kernel<<<1, kAddSumThreads, 0, as_cuda(device).stream()>>>(a.x.as<float>(), a.x.numel(),
-                                                                     a.total.as<float>());
-  check_launch("add_sum");
+  launch(as_cuda(device), "add_sum", add_sum_kernel, {1, kAddSumThreads}, a.x.as<float>(), a.x.numel(),
+         a.total.as<float>());
 }
 
 }  // namespace parka::cuda

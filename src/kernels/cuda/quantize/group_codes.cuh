@@ -1,6 +1,8 @@
 #pragma once
+#include <bit>
 #include <cstdint>
 
+#include "core/tensor.h"
 #include "kernels/cuda/quantize/fp8.cuh"
 
 // FP8 codes and scales of groups that span several threads of a warp. Each thread has parts of two groups, and a
@@ -14,6 +16,37 @@ struct GroupScales {
 
   static __device__ bool owns_first() { return threadIdx.x % 2 == 0; }
 };
+
+// Columns of a row that a thread has side by side: 16 bytes of bf16, and 8 of codes.
+constexpr int kGroupCodesWidth = 8;
+
+// Where codes go, with scales S. A group has `lanes` threads.
+template <typename F8_, typename S>
+struct GroupCodesOutput {
+  using F8 = F8_;
+  F8* codes;
+  S* scales;
+  int across;       // scales in a row
+  int group_shift;  // log2 of the columns of a group
+  int lanes;
+
+  explicit GroupCodesOutput(const ScaledView& t)
+      : codes(t.data.as<F8>()),
+        scales(t.scale.as<S>()),
+        across(static_cast<int>(t.scale.dim[1])),
+        group_shift(std::countr_zero(static_cast<uint64_t>(t.group))),
+        lanes(static_cast<int>(t.group) / kGroupCodesWidth) {}
+
+  // Whether this thread writes a scale: the first two of a group have computed one each.
+  __device__ bool writes_scale() const { return (static_cast<int>(threadIdx.x) & (lanes - 1)) < 2; }
+};
+
+// Whether groups lie in the threads of a warp.
+inline bool fits_group_codes(const ScaledView& t) {
+  const auto group = static_cast<uint64_t>(t.group);
+  return is_aligned(t.data.data, kGroupCodesWidth) && std::has_single_bit(group) && group >= 2 * kGroupCodesWidth &&
+         group <= uint64_t{kGroupCodesWidth} * kWarpSize;
+}
 
 // The scales, from the maxima of this thread's parts. To be called by whole warps.
 template <typename F8, typename S>

@@ -6,11 +6,10 @@
 #include "core/tensor.h"
 #include "kernels/cuda/quantize/fp8.cuh"
 
-// Sources (see quantize_tiles.cuh) of matrices in memory. Besides load() they have two steps: fetch() loads, and
-// decode() converts what was loaded to numbers, 4 of the 16 columns at a time.
+// Sources (see quantize_tiles.cuh) of matrices in memory.
 namespace parka::cuda {
 
-constexpr int kSourceWidth = 16;  // adjacent columns that load() gives
+constexpr int kSourceWidth = 16;  // adjacent columns that fetch() loads
 
 // row * cols + col, of numbers that are not negative: one instruction, where signs would take several.
 __device__ inline int64_t offset_of(int row, int cols, int col) {
@@ -35,19 +34,6 @@ __device__ inline Stored<T, N> load_constant(const T* p) {
   return x;
 }
 
-// load() of a source with the other two.
-template <typename Source>
-__device__ inline void load_of(const Source& source, int row, int col, float (&x)[16]) {
-  const auto fetched = source.fetch(row, col);
-#pragma unroll
-  for (int quarter = 0; quarter < 4; ++quarter) {
-    float numbers[4];
-    source.decode(fetched, quarter, numbers);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) x[4 * quarter + i] = numbers[i];
-  }
-}
-
 // fp32 or bf16.
 template <typename X>
 struct PlainSource {
@@ -66,7 +52,6 @@ struct PlainSource {
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = stored[4 * quarter + i];
   }
-  __device__ void load(int row, int col, float (&x)[16]) const { load_of(*this, row, col, x); }
   __device__ float element(int row, int col) const { return to_float(x_RC[int64_t{row} * cols + col]); }
 };
 
@@ -198,7 +183,6 @@ struct CodedSource {
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = __fmaf_rn(x[i], scale, -less);
   }
-  __device__ void load(int row, int col, float (&x)[16]) const { load_of(*this, row, col, x); }
   __device__ float element(int row, int col) const {
     return decode_1<F8>(codes_RC[int64_t{row} * cols + col], scales.at(row, col));
   }
@@ -222,10 +206,19 @@ struct AnySource {
       : data(x.data.data), dtype(x.data.dtype), cols(static_cast<int>(x.num_cols())), scales(x) {}
 
   bool fits_wide() const { return cols % kSourceWidth == 0 && is_aligned(data, 16) && scales.fits_wide(); }
-  __device__ void load(int row, int col, float (&x)[16]) const { load_adjacent(row, col, x); }
   __device__ Fetched fetch(int row, int col) const { return {row, col}; }
   __device__ void decode(const Fetched& place, int quarter, float (&x)[4]) const {
-    load_adjacent(place.row, place.col + 4 * quarter, x);
+    const int col = place.col + 4 * quarter;
+    const int64_t at = int64_t{place.row} * cols + col;
+    if (dtype == DType::kF32) {
+      load(static_cast<const float*>(data) + at, x);
+    } else if (dtype == DType::kBF16) {
+      load(static_cast<const BFloat16*>(data) + at, x);
+    } else {
+      const uint32_t codes = load_stored<4>(static_cast<const uint8_t*>(data) + at).word[0];
+      const float scale = scales.wide_at(place.row, col);
+      dtype == DType::kE4M3 ? decode_4<Float8E4M3>(codes, scale, x) : decode_4<Float8E5M2>(codes, scale, x);
+    }
   }
   __device__ float element(int row, int col) const {
     const int64_t at = int64_t{row} * cols + col;
@@ -234,32 +227,6 @@ struct AnySource {
     const uint8_t code = static_cast<const uint8_t*>(data)[at];
     const float scale = scales.at(row, col);
     return dtype == DType::kE4M3 ? decode_1<Float8E4M3>(code, scale) : decode_1<Float8E5M2>(code, scale);
-  }
-
- private:
-  // kCount is 4 or 16.
-  template <int kCount>
-  __device__ void load_adjacent(int row, int col, float (&x)[kCount]) const {
-    const int64_t at = int64_t{row} * cols + col;
-    if (dtype == DType::kF32) {
-      cuda::load(static_cast<const float*>(data) + at, x);
-    } else if (dtype == DType::kBF16) {
-      cuda::load(static_cast<const BFloat16*>(data) + at, x);
-    } else {
-      const auto codes = load_stored<kCount>(static_cast<const uint8_t*>(data) + at);
-      const float scale = scales.wide_at(row, col);
-#pragma unroll
-      for (int w = 0; w < kCount / 4; ++w) {
-        float numbers[4];
-        if (dtype == DType::kE4M3) {
-          decode_4<Float8E4M3>(codes.word[w], scale, numbers);
-        } else {
-          decode_4<Float8E5M2>(codes.word[w], scale, numbers);
-        }
-#pragma unroll
-        for (int i = 0; i < 4; ++i) x[4 * w + i] = numbers[i];
-      }
-    }
   }
 };
 

@@ -3,9 +3,8 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/quantize/matrix_source.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
 #include "kernels/op/workspace.h"
 
 namespace parka::cuda {
@@ -147,7 +146,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename X, typename F8>
-void add_up(CudaDevice& device, const QuantizationStatistics& a, unsigned num_blocks, Totals* partial) {
+void add_up(CudaDevice& device, const QuantizationStatistics& a, int64_t num_blocks, Totals* partial) {
   const Compared<X, F8> compared{.x = a.x.as<X>(),
                                  .codes_RC = reinterpret_cast<const uint8_t*>(a.q.data.as<F8>()),
                                  .scales = PieceScales(a.q),
@@ -155,9 +154,9 @@ void add_up(CudaDevice& device, const QuantizationStatistics& a, unsigned num_bl
                                  .cols = static_cast<int>(a.q.num_cols()),
                                  .stride = a.x.dim[1],
                                  .threshold = saturation_threshold(a.q.data.dtype)};
-  const auto kernel = compared.fits_wide() ? partial_kernel<true, X, F8> : partial_kernel<false, X, F8>;
-  kernel<<<num_blocks, kThreads, 0, device.stream()>>>(compared, partial);
-  check_launch("quantization_statistics");
+  launch(device, "quantization_statistics",
+         compared.fits_wide() ? partial_kernel<true, X, F8> : partial_kernel<false, X, F8>, {num_blocks, kThreads},
+         compared, partial);
 }
 
 // ---- Moments ----
@@ -206,15 +205,13 @@ void quantization_statistics(Device& any_device, const QuantizationStatistics& a
   const int64_t num_blocks = std::clamp<int64_t>(rows, 1, kMaxBlocks);
   auto* const partial = static_cast<Totals*>(device.workspace("quantization_statistics", workspace_of(a)));
   with_plain_type(a.x.dtype, [&](auto x) {
-    with_float8_type(a.q.data.dtype, [&](auto f8) {
-      add_up<decltype(x), decltype(f8)>(device, a, static_cast<unsigned>(num_blocks), partial);
-    });
+    with_float8_type(a.q.data.dtype,
+                     [&](auto f8) { add_up<decltype(x), decltype(f8)>(device, a, num_blocks, partial); });
   });
   const bool has_scale = rows * cols > 0 && a.q.scaling == Scaling::kTensor;
   const float* const scale = has_scale ? a.q.scale.as<float>() : nullptr;
-  total_kernel<<<1, kThreads, 0, device.stream()>>>(partial, static_cast<int>(num_blocks),
-                                                    static_cast<float>(rows * cols), scale, a.totals.as<float>());
-  check_launch("quantization_statistics");
+  launch(device, "quantization_statistics", total_kernel, {1, kThreads}, partial, static_cast<int>(num_blocks),
+         static_cast<float>(rows * cols), scale, a.totals.as<float>());
 }
 
 void moment_statistics(Device& any_device, const MomentStatistics& a) {
@@ -222,13 +219,11 @@ void moment_statistics(Device& any_device, const MomentStatistics& a) {
   const int64_t num_groups = a.moment.amax.numel();
   auto* const counts = a.counts.as<int32_t>();
   auto* const amax = a.amax.as<float>();
-  clear_moment_statistics_kernel<<<1, kNumMomentExponents, 0, device.stream()>>>(counts, amax);
-  check_launch("moment_statistics");
+  launch(device, "moment_statistics", clear_moment_statistics_kernel, {1, kNumMomentExponents}, counts, amax);
   if (num_groups == 0) return;
-  const int64_t num_blocks = std::min(ceil_div(num_groups, int64_t{kThreads}), kMaxBlocks);
-  moment_statistics_kernel<<<static_cast<unsigned>(num_blocks), kThreads, 0, device.stream()>>>(
-      a.moment.exponent.as<uint8_t>(), a.moment.amax.as<float>(), num_groups, counts, reinterpret_cast<int*>(amax));
-  check_launch("moment_statistics");
+  launch(device, "moment_statistics", moment_statistics_kernel,
+         {std::min(ceil_div(num_groups, kThreads), kMaxBlocks), kThreads}, a.moment.exponent.as<uint8_t>(),
+         a.moment.amax.as<float>(), num_groups, counts, reinterpret_cast<int*>(amax));
 }
 
 }  // namespace parka::cuda

@@ -1,92 +1,22 @@
 #include "kernels/ops/quantize/quantize.h"
 
+#include <algorithm>
 #include <bit>
 
-#include "kernels/cuda/ptx/early_launch.cuh"
-#include "kernels/cuda/quantize/fp8.cuh"
+#include "kernels/cuda/map.cuh"
 #include "kernels/cuda/quantize/matrix_source.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
-#include "kernels/cuda/vector.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
 
 // Shapes: R rows and C columns of x.
 namespace parka::cuda {
 namespace {
 
 constexpr int kThreads = 256;
-constexpr int kWideWidth = 4;  // elements that convert_kernel moves as one: 16 bytes of fp32
-constexpr int kPacks = 4;      // per thread
+constexpr int kPacks = 4;  // per thread
 
-// Element by element, whatever the shape.
-template <typename X, typename Y, int kWidth>
-__global__ void __launch_bounds__(kThreads) convert_kernel(const X* x, Y* y, int64_t count) {
-  const int64_t first = (int64_t{blockIdx.x} * kThreads * kPacks + threadIdx.x) * kWidth;
-  Stored<X, kWidth> packs[kPacks];
-#pragma unroll
-  for (int n = 0; n < kPacks; ++n) {
-    const int64_t at = first + n * kThreads * kWidth;
-    packs[n] = load_stored<kWidth>(x + at, at < count);
-  }
-#pragma unroll
-  for (int n = 0; n < kPacks; ++n) {
-    const int64_t at = first + n * kThreads * kWidth;
-    if (at >= count) return;
-    float values[kWidth];
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) values[i] = packs[n][i];
-    store(y + at, values);
-  }
-}
-
-constexpr int kTile = 64;  // rows and columns that a block transposes
-constexpr int kTileWarps = kThreads / kWarpSize;
-
-// Calls f(n, across, along) for the elements of a tile that are this thread's: a warp goes along a line of the
-// tile.
-template <typename F>
-__device__ void for_each_in_tile(const F& f) {
-#pragma unroll
-  for (int n = 0; n < kTile * kTile / kThreads; ++n) {
-    constexpr int kPerLine = kTile / kWarpSize;
-    f(n, threadIdx.y + n / kPerLine * kTileWarps, threadIdx.x + n % kPerLine * kWarpSize);
-  }
-}
-
-template <typename X, typename Y>
-__global__ void __launch_bounds__(kThreads) transpose_kernel(const X* x_RC, Y* y_CR, int64_t rows, int64_t cols) {
-  __shared__ float tile[kTile][kTile + 1];  // a column more, so that columns too lie in different banks
-  const int64_t col_tiles = (cols + kTile - 1) / kTile;
-  const int64_t first_row = blockIdx.x / col_tiles * kTile, first_col = blockIdx.x % col_tiles * kTile;
-  Stored<X, 1> values[kTile * kTile / kThreads];
-  for_each_in_tile([&](int n, int r, int c) {
-    const int64_t row = first_row + r, col = first_col + c;
-    values[n] = load_stored<1>(x_RC + row * cols + col, row < rows && col < cols);
-  });
-  for_each_in_tile([&](int n, int r, int c) { tile[r][c] = values[n][0]; });
-  __syncthreads();
-  for_each_in_tile([&](int, int c, int r) {
-    const int64_t row = first_row + r, col = first_col + c;
-    if (row < rows && col < cols) y_CR[col * rows + row] = from_float<Y>(tile[r][c]);
-  });
-}
-
-template <typename X, typename Y>
-void convert(cudaStream_t stream, const TensorView& x, const TensorView& y) {
-  const bool wide = x.numel() % kWideWidth == 0 && is_aligned(x.data, 16) && is_aligned(y.data, 16);
-  const auto kernel = wide ? convert_kernel<X, Y, kWideWidth> : convert_kernel<X, Y, 1>;
-  const int64_t blocks = ceil_div(x.numel(), int64_t{kThreads} * kPacks * (wide ? kWideWidth : 1));
-  PARKA_REQUIRE(blocks <= INT32_MAX);
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(x.as<X>(), y.as<Y>(), x.numel());
-}
-
-template <typename X, typename Y>
-void transpose(cudaStream_t stream, const TensorView& x, const TensorView& y) {
-  const int64_t rows = x.dim[0], cols = x.dim[1], blocks = ceil_div(rows, kTile) * ceil_div(cols, kTile);
-  PARKA_REQUIRE(blocks <= INT32_MAX);
-  transpose_kernel<X, Y>
-      <<<static_cast<unsigned>(blocks), dim3(kWarpSize, kTileWarps), 0, stream>>>(x.as<X>(), y.as<Y>(), rows, cols);
-}
+struct Same {
+  __device__ float operator()(const float (&x)[1]) const { return x[0]; }
+};
 
 // Codes whose scales lie in the order of the elements: every 2^scale_shift of them have one.
 template <typename F8, typename S, typename Y, int kWidth>
@@ -127,7 +57,7 @@ bool is_stream(const ScaledView& x, const TensorView& y) {
   return in_order && y.numel() % 8 == 0 && is_aligned(x.data.data, 16) && is_aligned(y.data, 16);
 }
 
-void decode_stream(cudaStream_t stream, const ScaledView& x, const TensorView& y) {
+void decode_stream(const CudaDevice& device, const ScaledView& x, const TensorView& y) {
   const int shift = x.scaling == Scaling::kTensor ? 63 : std::countr_zero(static_cast<uint64_t>(x.group));
   with_float8_type(x.data.dtype, [&](auto f8) {
     with_plain_type(x.scale.dtype, [&](auto s) {
@@ -135,10 +65,9 @@ void decode_stream(cudaStream_t stream, const ScaledView& x, const TensorView& y
         using S = decltype(s);
         using Y = decltype(out);
         constexpr int kWidth = 16 / sizeof(Y);
-        const int64_t blocks = ceil_div(y.numel(), int64_t{kThreads} * kPacks * kWidth);
-        PARKA_REQUIRE(blocks <= INT32_MAX);
-        decode_kernel<decltype(f8), S, Y, kWidth><<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-            static_cast<const uint8_t*>(x.data.data), x.scale.as<S>(), shift, y.as<Y>(), y.numel());
+        launch(device, "quantize", decode_kernel<decltype(f8), S, Y, kWidth>,
+               {ceil_div(y.numel(), int64_t{kThreads} * kPacks * kWidth), kThreads},
+               static_cast<const uint8_t*>(x.data.data), x.scale.as<S>(), shift, y.as<Y>(), y.numel());
       });
     });
   });
@@ -175,8 +104,8 @@ void move_codes(const CudaDevice& device, const TensorView& x, const ScaledView&
   const int64_t rows = x.dim[0], cols = x.dim[1];
   tiles::check_extents(rows, cols);
   const bool wide = cols % tiles::kWidth == 0 && is_aligned(x.data, 16);
-  const auto kernel = wide ? move_codes_kernel<true> : move_codes_kernel<false>;
-  launch_early(device, kernel, {tiles::grid_of(rows, cols), tiles::kThreads}, static_cast<const uint8_t*>(x.data),
+  launch_early(device, "quantize", wide ? move_codes_kernel<true> : move_codes_kernel<false>,
+               {tiles::grid_of(rows, cols), tiles::kThreads}, static_cast<const uint8_t*>(x.data),
                tiles::code_output({}, out_t, rows, cols));
 }
 
@@ -190,10 +119,9 @@ bool is_plain(const ScaledView& t) { return !t.empty() && t.scaling == Scaling::
 
 // What moves elements without arithmetic over more than one of them. Takes what it has done from `out` and `out_t`.
 void quantize_directly(const CudaDevice& device, const ScaledView& x, ScaledView& out, ScaledView& out_t) {
-  const cudaStream_t stream = device.stream();
   if (keeps_codes(x, out)) {
     check(cudaMemcpyAsync(out.data.data, x.data.data, static_cast<size_t>(out.data.bytes()),
-                          cudaMemcpyDeviceToDevice, stream),
+                          cudaMemcpyDeviceToDevice, device.stream()),
           "quantize");
     out = {};
   }
@@ -202,46 +130,56 @@ void quantize_directly(const CudaDevice& device, const ScaledView& x, ScaledView
     out_t = {};
   }
   if (is_plain(out) && is_stream(x, out.data)) {
-    decode_stream(stream, x, out.data);
+    decode_stream(device, x, out.data);
     out = {};
   }
-  if (!is_plain(x)) return;
-  with_plain_type(x.data.dtype, [&](auto type) {
-    using X = decltype(type);
-    if (is_plain(out)) {
-      with_plain_type(out.data.dtype, [&](auto y) { convert<X, decltype(y)>(stream, x.data, out.data); });
-      out = {};
-    }
-    if (is_plain(out_t)) {
-      with_plain_type(out_t.data.dtype, [&](auto y) { transpose<X, decltype(y)>(stream, x.data, out_t.data); });
-      out_t = {};
-    }
+  if (!is_plain(x) || !is_plain(out)) return;
+  with_plain_type(x.data.dtype, [&](auto from) {
+    with_plain_type(out.data.dtype, [&](auto to) {
+      map_elements(device, "quantize", Same(), {x.data.as<decltype(from)>()}, out.data.as<decltype(to)>(),
+                   x.data.numel());
+    });
   });
+  out = {};
 }
 
 }  // namespace
 
 void quantize(Device& device_, const Quantize& a) {
   CudaDevice& device = as_cuda(device_);
-  const cudaStream_t stream = device.stream();
   ScaledView out = a.out, out_t = a.out_t;  // what is left to do
   quantize_directly(device, a.x, out, out_t);
   const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
   const bool has_tensor_scale =
       (!out.empty() && out.scaling == Scaling::kTensor) || (!out_t.empty() && out_t.scaling == Scaling::kTensor);
-  if (!out.empty() || !out_t.empty()) {
-    with_source(a.x, [&](const auto& source) {
-      const float* amax = a.amax.empty() ? nullptr : a.amax.as<float>();
-      if (has_tensor_scale && !a.scale_given && amax == nullptr) {
-        auto* const found = static_cast<float*>(device.workspace("quantize", workspace_of(a)));
-        check(cudaMemsetAsync(found, 0, sizeof(float), stream), "quantize");
-        find_amax(device, source, rows, cols, found);
-        amax = found;
-      }
-      write_tiles(device, source, rows, cols, out, out_t, amax);
+  if (out.empty() && out_t.empty()) return;
+  with_source(a.x, [&](const auto& source) {
+    const float* amax = optional<float>(a.amax);
+    if (has_tensor_scale && !a.scale_given && amax == nullptr) {
+      auto* const found = static_cast<float*>(device.workspace("quantize", workspace_of(a)));
+      check(cudaMemsetAsync(found, 0, sizeof(float), device.stream()), "quantize");
+      find_amax(device, source, rows, cols, found);
+      amax = found;
+    }
+    write_tiles(device, source, rows, cols, out, out_t, amax);
+  });
+}
+
+void amax(Device& any_device, const Amax& a) {
+  CudaDevice& device = as_cuda(any_device);
+  // The shape means nothing to a maximum: rows that fill tiles, as many as a launch takes, and what is left of one.
+  constexpr int64_t kCols = tiles::kSize, kMostElements = int64_t{1} << 29;
+  const int64_t numel = a.x.numel();
+  const TensorView flat = a.x.reshaped({numel});
+  for (int64_t begin = 0, count = 0; begin < numel; begin += count) {
+    const int64_t left = numel - begin, whole = std::min(left / kCols * kCols, kMostElements);
+    const int64_t cols = whole > 0 ? kCols : 1;
+    count = whole > 0 ? whole : left;
+    with_plain_type(a.x.dtype, [&](auto type) {
+      const PlainSource<decltype(type)> source(flat.rows(begin, count).reshaped({count / cols, cols}));
+      find_amax(device, source, count / cols, cols, a.result.as<float>());
     });
   }
-  check_launch("quantize");
 }
 
 }  // namespace parka::cuda

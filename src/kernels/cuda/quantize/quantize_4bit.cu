@@ -3,9 +3,7 @@
 #include <algorithm>
 #include <bit>
 
-#include "kernels/cuda/vector.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
+#include "kernels/cuda/launch.cuh"
 
 namespace parka::cuda {
 namespace {
@@ -21,28 +19,20 @@ __device__ inline float inverse_of(float absmax) {
 }
 
 // Elements at, at + 1... of x; zeros behind its end.
-template <bool kWide, typename T>
+template <typename T>
 __device__ inline void load_eight(const T* x, int64_t at, int64_t count, float (&v)[8]) {
-  if (kWide && at + 8 <= count) {
-    load(x + at, v);
-    return;
-  }
 #pragma unroll
   for (int i = 0; i < 8; ++i) v[i] = at + i < count ? to_float(x[at + i]) : 0.0f;
 }
 
 // The codes of 8 elements, of which the first is element `at`.
-template <Format4Bit kFormat, bool kWide>
+template <Format4Bit kFormat>
 __device__ inline void store_codes(const float (&v)[8], float inverse, uint8_t* codes, int64_t at, int64_t count) {
   uint32_t packed = 0;
 #pragma unroll
   for (int i = 0; i < 8; ++i) {
     const float t = inverse > 0.0f && at + i < count ? __fmul_rn(v[i], inverse) : 0.0f;
     packed |= encode_4bit<kFormat>(t) << (4 * (i ^ 1));
-  }
-  if (kWide && at + 8 <= count) {
-    *reinterpret_cast<uint32_t*>(codes + at / 2) = packed;
-    return;
   }
 #pragma unroll
   for (int i = 0; i < 4; ++i) {
@@ -52,7 +42,7 @@ __device__ inline void store_codes(const float (&v)[8], float inverse, uint8_t* 
 
 // A warp quantizes `span` elements: one block of at least kChunk elements, which it reads twice, or kChunk elements
 // in several blocks. Infinities and NaNs have the largest magnitudes as integers, too.
-template <Format4Bit kFormat, bool kWide, typename T>
+template <Format4Bit kFormat, typename T>
 __global__ void __launch_bounds__(kThreads)
     quantize_kernel(const T* x, uint8_t* codes, float* absmax, int64_t count, int block_size) {
   const int lane = threadIdx.x % kWarpSize;
@@ -62,7 +52,7 @@ __global__ void __launch_bounds__(kThreads)
   float v[8];
   uint32_t largest = 0;
   for (int64_t done = 0; done < span; done += kChunk) {
-    load_eight<kWide>(x, first + done, count, v);
+    load_eight(x, first + done, count, v);
 #pragma unroll
     for (int i = 0; i < 8; ++i) largest = max(largest, __float_as_uint(v[i]) & kMagnitudeBits);
   }
@@ -75,8 +65,8 @@ __global__ void __launch_bounds__(kThreads)
   const float inverse = finite ? inverse_of(scale) : 0.0f;
   if (lane % lanes == 0 && first < count) absmax[first / block_size] = scale;
   for (int64_t done = 0; done < span; done += kChunk) {
-    if (span > kChunk) load_eight<kWide>(x, first + done, count, v);
-    store_codes<kFormat, kWide>(v, inverse, codes, first + done, count);
+    if (span > kChunk) load_eight(x, first + done, count, v);
+    store_codes<kFormat>(v, inverse, codes, first + done, count);
   }
 }
 
@@ -202,14 +192,11 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <Format4Bit kFormat, typename T>
-void launch_quantize(cudaStream_t stream, const Quantize4Bit& a) {
-  const bool wide = is_aligned(a.x.data, 16) && is_aligned(a.codes.data, 4);
-  const auto kernel = wide ? quantize_kernel<kFormat, true, T> : quantize_kernel<kFormat, false, T>;
+void launch_quantize(const CudaDevice& device, const Quantize4Bit& a) {
   const int64_t N = a.x.numel(), span = std::max(a.block_size, int64_t{kChunk});
-  const int64_t blocks = ceil_div(ceil_div(N, span), int64_t{kThreads / kWarpSize});
-  PARKA_REQUIRE(blocks <= INT32_MAX);
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-      a.x.as<T>(), a.codes.as<uint8_t>(), a.absmax.as<float>(), N, static_cast<int>(a.block_size));
+  launch(device, "quantize_4bit", quantize_kernel<kFormat, T>,
+         {ceil_div(ceil_div(N, span), kThreads / kWarpSize), kThreads}, a.x.as<T>(), a.codes.as<uint8_t>(),
+         a.absmax.as<float>(), N, static_cast<int>(a.block_size));
 }
 
 template <bool kNested>
@@ -222,54 +209,40 @@ Scales<kNested> scales_of(const Dequantize4Bit& a) {
 }
 
 template <typename T, bool kNested>
-void launch_dequantize(cudaStream_t stream, const Dequantize4Bit& a) {
+void launch_dequantize(const CudaDevice& device, const Dequantize4Bit& a) {
   const bool wide = is_aligned(a.out.data, 16) && is_aligned(a.codes.data, 4);
-  const auto kernel = wide ? dequantize_kernel<T, true, kNested> : dequantize_kernel<T, false, kNested>;
-  const int64_t width = wide ? kPackElements<T, true> : kPackElements<T, false>;
-  const int64_t N = a.out.numel(), blocks = ceil_div(N, int64_t{kThreads} * kPacks * width);
-  PARKA_REQUIRE(blocks <= INT32_MAX);
-  kernel<<<static_cast<unsigned>(blocks), kThreads, 0, stream>>>(
-      a.codes.as<uint8_t>(), scales_of<kNested>(a), values_of(a.format), a.out.as<T>(), N,
-      std::countr_zero(static_cast<uint64_t>(a.block_size)));
+  const int64_t width = wide ? kPackElements<T, true> : kPackElements<T, false>, N = a.out.numel();
+  launch(device, "dequantize_4bit",
+         wide ? dequantize_kernel<T, true, kNested> : dequantize_kernel<T, false, kNested>,
+         {ceil_div(N, int64_t{kThreads} * kPacks * width), kThreads}, a.codes.as<uint8_t>(), scales_of<kNested>(a),
+         values_of(a.format), a.out.as<T>(), N, std::countr_zero(static_cast<uint64_t>(a.block_size)));
 }
 
 }  // namespace
 
 void quantize_4bit(Device& device, const Quantize4Bit& a) {
-  const cudaStream_t stream = as_cuda(device).stream();
   with_plain_type(a.x.dtype, [&](auto type) {
     using T = decltype(type);
-    if (a.format == Format4Bit::kNf4) {
-      launch_quantize<Format4Bit::kNf4, T>(stream, a);
-    } else {
-      launch_quantize<Format4Bit::kFp4, T>(stream, a);
-    }
+    constexpr Format4Bit kNf4 = Format4Bit::kNf4, kFp4 = Format4Bit::kFp4;
+    (a.format == kNf4 ? launch_quantize<kNf4, T> : launch_quantize<kFp4, T>)(as_cuda(device), a);
   });
-  check_launch("quantize_4bit");
 }
 
-void quantize_absmax(Device& device, const QuantizeAbsmax& a) {
-  const cudaStream_t stream = as_cuda(device).stream();
-  const int64_t count = a.absmax.numel(), blocks = a.nested_absmax.numel();
-  PARKA_REQUIRE(blocks <= INT32_MAX);
-  mean_kernel<<<1, kMeanThreads, 0, stream>>>(a.absmax.as<float>(), count, a.offset.as<float>());
-  quantize_absmax_kernel<<<static_cast<unsigned>(blocks), kNestedBlock, 0, stream>>>(
-      a.absmax.as<float>(), count, a.map.as<float>(), a.offset.as<float>(), a.codes.as<uint8_t>(),
-      a.nested_absmax.as<float>());
-  check_launch("quantize_absmax");
+void quantize_absmax(Device& any_device, const QuantizeAbsmax& a) {
+  const CudaDevice& device = as_cuda(any_device);
+  const int64_t count = a.absmax.numel();
+  auto* const offset = a.offset.as<float>();
+  launch(device, "quantize_absmax", mean_kernel, {1, kMeanThreads}, a.absmax.as<float>(), count, offset);
+  launch(device, "quantize_absmax", quantize_absmax_kernel, {a.nested_absmax.numel(), kNestedBlock},
+         a.absmax.as<float>(), count, a.map.as<float>(), offset, a.codes.as<uint8_t>(),
+         a.nested_absmax.as<float>());
 }
 
 void dequantize_4bit(Device& device, const Dequantize4Bit& a) {
-  const cudaStream_t stream = as_cuda(device).stream();
   with_plain_type(a.out.dtype, [&](auto type) {
     using T = decltype(type);
-    if (a.absmax.dtype == DType::kU8) {
-      launch_dequantize<T, true>(stream, a);
-    } else {
-      launch_dequantize<T, false>(stream, a);
-    }
+    (a.absmax.dtype == DType::kU8 ? launch_dequantize<T, true> : launch_dequantize<T, false>)(as_cuda(device), a);
   });
-  check_launch("dequantize_4bit");
 }
 
 }  // namespace parka::cuda

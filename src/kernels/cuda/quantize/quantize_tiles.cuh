@@ -4,45 +4,35 @@
 #include <cstdint>
 
 #include "core/tensor.h"
-#include "kernels/cuda/ptx/early_launch.cuh"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/quantize/code_tiles.cuh"
 #include "kernels/cuda/quantize/fp8.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
 #include "kernels/ops/quantize/quantize.h"
 
 // Writes a matrix in any format, row-major and transposed, from any source of numbers: find_amax and write_tiles at
 // the end of this file take a Source, which has
-//   // x[i] = the number at (row, col + i), in fp32. Called only if fits_wide(): col is a multiple of 16, and all
-//   // 16 columns exist. It may be called several times for the same place, and must then give the same bits.
-//   __device__ void load(int row, int col, float (&x)[16]) const;
-//   // The number at (row, col), the same bits as load() gives: what shapes that do not fit are made with.
-//   __device__ float element(int row, int col) const;
-//   // Whether load() can be called: the columns are a multiple of 16, and what it reads in 16 bytes is aligned so.
-//   bool fits_wide() const;
-// and may have load() in two steps, which keeps more loads under way at once:
-//   // Loads what load() would, and no more: the rest of the work is left to decode().
+//   // Loads what the 16 numbers at (row, col), (row, col + 1)... are made of, and leaves the rest to decode(), so
+//   that
+//   // many loads are under way at once. col is a multiple of 16, and all 16 columns exist.
 //   __device__ Fetched fetch(int row, int col) const;
-//   // Columns 4 quarter to 4 quarter + 3 of the 16.
+//   // Numbers 4 quarter to 4 quarter + 3 of the 16, in fp32; of one place always the same bits.
 //   __device__ void decode(const Fetched& fetched, int quarter, float (&x)[4]) const;
-// It is copied to the GPU as it is: pointers and numbers. load() should begin with its loads, and contain no
-// barrier. What it reads is not written while a kernel of this file runs. matrix_source.cuh has those for numbers
-// in memory.
+//   // The number at (row, col), with the same bits: what shapes that do not fit are made with.
+//   __device__ float element(int row, int col) const;
+//   // Whether fetch() can be called: the columns are a multiple of 16, and what it reads in 16 bytes is aligned
+//   so. bool fits_wide() const;
+// It is copied to the GPU as it is: pointers and numbers. What it reads is not written while a kernel of this file
+// runs. matrix_source.cuh has those for numbers in memory. Functions of namespace tiles take some without element()
+// and fits_wide().
 //
 // Shapes: R rows and C columns of the source. A block has a tile of 128 x 128 (code_tiles.cuh): whatever a scale
 // belongs to, a group of a row or a column or a block, then lies within one tile.
 namespace parka::cuda {
 namespace tiles {
 
-// A Source that loads in two steps.
-template <typename Source>
-concept Fetchable = requires(const Source& source) {
-  source.fetch(0, 0);
-};
-
 // Fetches of so few bytes a thread has under way for all of its rows at once: codes with their scale.
 constexpr size_t kSmallFetch = 40;
-// Blocks that should fit on a multiprocessor. With load() all numbers of a thread are in registers together.
+// Blocks that should fit on a multiprocessor. With load_part() all numbers of a thread are in registers together.
 constexpr int kLoadingBlocks = 3, kFetchingBlocks = 4;
 
 // All numbers of a thread. Where there is no row or column they repeat the last ones, which changes no maximum.
@@ -51,12 +41,21 @@ __device__ inline void load_part(const Source& source, int rows, int cols, float
   const Place place;
   const int col = min(place.col, cols - kWidth);
 #pragma unroll
-  for (int k = 0; k < kHeight; ++k) source.load(min(place.row + k, rows - 1), col, x[k]);
+  for (int k = 0; k < kHeight; ++k) {
+    const auto fetched = source.fetch(min(place.row + k, rows - 1), col);
+#pragma unroll
+    for (int quarter = 0; quarter < kWords; ++quarter) {
+      float numbers[4];
+      source.decode(fetched, quarter, numbers);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) x[k][4 * quarter + i] = numbers[i];
+    }
+  }
 }
 
 // Calls f(k, fetched) for each row k of a thread, with what was fetched of it: the loads of the next row are under
 // way by then. Where there is no row or column f gets the last ones, as in load_part().
-template <Fetchable Source, typename F>
+template <typename Source, typename F>
 __device__ inline void for_each_row(const Source& source, int rows, int cols, const F& f) {
   const Place place;
   const int col = min(place.col, cols - kWidth);
@@ -122,56 +121,36 @@ __global__ void __launch_bounds__(kThreads, kFetchingBlocks)
     amax_kernel(const Source source, int rows, int cols, float* amax) {
   __shared__ uint32_t shared[kWarps];
   float largest = 0.0f;
-  if constexpr (Fetchable<Source>) {
-    for_each_row(source, rows, cols, [&](int, const auto& fetched) {
+  for_each_row(source, rows, cols, [&](int, const auto& fetched) {
 #pragma unroll
-      for (int quarter = 0; quarter < kWords; ++quarter) {
-        float x[4];
-        source.decode(fetched, quarter, x);
-        largest = max_magnitude_of(largest, x);
-      }
-    });
-  } else {
-    float x[kHeight][kWidth];
-    load_part(source, rows, cols, x);
-#pragma unroll
-    for (int k = 0; k < kHeight; ++k) largest = max_magnitude_of(largest, x[k]);
-  }
+    for (int quarter = 0; quarter < kWords; ++quarter) {
+      float x[4];
+      source.decode(fetched, quarter, x);
+      largest = max_magnitude_of(largest, x);
+    }
+  });
   raise_to_block_max<kThreads>(amax, largest, shared);
 }
 
 template <typename Source, typename F8>
-__global__ void __launch_bounds__(kThreads, Fetchable<Source> ? kFetchingBlocks : kLoadingBlocks)
+__global__ void __launch_bounds__(kThreads, kFetchingBlocks)
     tensor_kernel(const Source source, const CodeOutput out, const TensorScale scale) {
   alignas(kTileAlignment) __shared__ uint32_t shared[kSharedWords];
   wait_for_kernel_before();
   const float inverse = scale.inverse<F8>();
-  if constexpr (Fetchable<Source>) {
-    const uint32_t part = part_address(shared);
-    for_each_row(source, out.rows, out.cols, [&](int k, const auto& fetched) {
-      uint32_t codes[kWords];
+  const uint32_t part = part_address(shared);
+  for_each_row(source, out.rows, out.cols, [&](int k, const auto& fetched) {
+    uint32_t codes[kWords];
 #pragma unroll
-      for (int quarter = 0; quarter < kWords; ++quarter) {
-        float x[4];
-        source.decode(fetched, quarter, x);
-        codes[quarter] = encode<F8>(x, inverse);
-      }
-      put_codes(codes, k, out, part);
-    });
-    if (out.codes_CR != nullptr) __syncthreads();
-    finish_codes(out, shared);
-  } else {
-    const Place place;
-    const int col = min(place.col, out.cols - kWidth);
-    Codes codes;
-#pragma unroll
-    for (int k = 0; k < kHeight; ++k) {
-      float x[kWidth];
-      source.load(min(place.row + k, out.rows - 1), col, x);
-      encode<F8>(x, inverse, codes[k]);
+    for (int quarter = 0; quarter < kWords; ++quarter) {
+      float x[4];
+      source.decode(fetched, quarter, x);
+      codes[quarter] = encode<F8>(x, inverse);
     }
-    write_codes(codes, out, shared);
-  }
+    put_codes(codes, k, out, part);
+  });
+  if (out.codes_CR != nullptr) __syncthreads();
+  finish_codes(out, shared);
   scale.write<F8>();
 }
 
@@ -367,6 +346,8 @@ __global__ void __launch_bounds__(kThreads) pieces_kernel(const Source source, c
 
 // ---- Launches ----
 
+constexpr const char* kOp = "quantizing";  // for what a launch throws
+
 // Checks the limits: columns plus a tile must fit in an int, and the tiles of a column in a grid's y.
 inline void check_extents(int64_t rows, int64_t cols) {
   constexpr int64_t kMaxGridY = 65535, kMaxCols = int64_t{1} << 30;
@@ -428,18 +409,17 @@ void write_pieces(CudaDevice& device, const Source& source, int64_t rows, int64_
                            .tensor_scale = has_tensor_scale ? tensor_scale(out, amax) : TensorScale{},
                            .scales = has_scales ? scales_of(out) : Scales{}};
   const int64_t blocks = std::min<int64_t>(ceil_div(pieces, kWarps), INT32_MAX);
-  pieces_kernel<Source><<<static_cast<unsigned>(blocks), kThreads, 0, device.stream()>>>(source, output);
+  launch(device, kOp, pieces_kernel<Source>, {blocks, kThreads}, source, output);
 }
 
 // Of a kGroup matrix with scales in the format S, in the source's order.
 template <typename S, typename Source>
 void write_groups_scaled_by(CudaDevice& device, const Source& source, const CodeOutput& output,
                             const ScaledView& out) {
-  const dim3 grid = grid_of(output.rows, output.cols);
   const int lanes = static_cast<int>(out.group) / kWidth, across = static_cast<int>(out.scale.dim[1]);
   with_float8_type(out.data.dtype, [&](auto f8) {
-    group_kernel<Source, decltype(f8), S>
-        <<<grid, kThreads, 0, device.stream()>>>(source, output, out.scale.as<S>(), across, lanes);
+    launch(device, kOp, group_kernel<Source, decltype(f8), S>, {grid_of(output.rows, output.cols), kThreads},
+           source, output, out.scale.as<S>(), across, lanes);
   });
 }
 
@@ -454,8 +434,8 @@ template <typename Source>
 void write_group_columns(CudaDevice& device, const Source& source, CodeOutput output, const ScaledView& out_t) {
   output.codes_RC = nullptr;
   with_float8_type(out_t.data.dtype, [&](auto f8) {
-    group_columns_kernel<Source, decltype(f8)><<<grid_of(output.rows, output.cols), kThreads, 0, device.stream()>>>(
-        source, output, scales_of(out_t), static_cast<int>(out_t.group) / kWarpRows);
+    launch(device, kOp, group_columns_kernel<Source, decltype(f8)>, {grid_of(output.rows, output.cols), kThreads},
+           source, output, scales_of(out_t), static_cast<int>(out_t.group) / kWarpRows);
   });
 }
 
@@ -465,7 +445,7 @@ void write_tensor(CudaDevice& device, const Source& source, int64_t rows, int64_
                   const ScaledView& out_t, const float* amax) {
   const ScaledView& any = out.empty() ? out_t : out;
   with_float8_type(any.data.dtype, [&](auto f8) {
-    launch_early(device, tensor_kernel<Source, decltype(f8)>, {grid_of(rows, cols), kThreads}, source,
+    launch_early(device, kOp, tensor_kernel<Source, decltype(f8)>, {grid_of(rows, cols), kThreads}, source,
                  code_output(out, out_t, rows, cols), tensor_scale(any, amax));
   });
 }
@@ -486,22 +466,38 @@ void write_codes_of(CudaDevice& device, const Source& source, int64_t rows, int6
     return;
   }
   with_float8_type(any.data.dtype, [&](auto f8) {
-    block_kernel<Source, decltype(f8)>
-        <<<grid_of(rows, cols), kThreads, 0, device.stream()>>>(source, output, scales_of(out), scales_of(out_t));
+    launch(device, kOp, block_kernel<Source, decltype(f8)>, {grid_of(rows, cols), kThreads}, source, output,
+           scales_of(out), scales_of(out_t));
   });
+}
+
+// `y` is 16-byte aligned.
+template <typename Source>
+void write_plain(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, const TensorView& y) {
+  with_plain_type(y.dtype, [&](auto type) {
+    using Y = decltype(type);
+    launch(device, kOp, plain_kernel<Source, Y>, {grid_of(rows, cols), kThreads}, source, y.as<Y>(),
+           static_cast<int>(rows), static_cast<int>(cols));
+  });
+}
+
+template <typename Source>
+void find_amax(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, float* amax) {
+  launch(device, kOp, amax_kernel<Source>, {grid_of(rows, cols), kThreads}, source, static_cast<int>(rows),
+         static_cast<int>(cols), amax);
 }
 
 }  // namespace tiles
 
-// ---- What ops call; they call check_launch afterwards ----
+// ---- What ops call ----
 
 // find_amax() by single elements: one kernel, which takes any shape.
 template <typename Source>
 void find_amax_of_elements(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, float* amax) {
   tiles::check_extents(rows, cols);
   const int64_t blocks = std::min<int64_t>(rows, int64_t{8} * device.num_multiprocessors());
-  tiles::amax_elements_kernel<Source><<<static_cast<unsigned>(blocks), tiles::kThreads, 0, device.stream()>>>(
-      source, static_cast<int>(rows), static_cast<int>(cols), amax);
+  launch(device, tiles::kOp, tiles::amax_elements_kernel<Source>, {blocks, tiles::kThreads}, source,
+         static_cast<int>(rows), static_cast<int>(cols), amax);
 }
 
 // Raises *amax, fp32 on the GPU, to max |x| over the [rows, cols] numbers of the source; NaN is skipped. The caller
@@ -509,17 +505,15 @@ void find_amax_of_elements(CudaDevice& device, const Source& source, int64_t row
 template <typename Source>
 void find_amax(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, float* amax) {
   tiles::check_extents(rows, cols);
-  const int r = static_cast<int>(rows), c = static_cast<int>(cols);
   if (source.fits_wide()) {
-    tiles::amax_kernel<Source>
-        <<<tiles::grid_of(rows, cols), tiles::kThreads, 0, device.stream()>>>(source, r, c, amax);
+    tiles::find_amax(device, source, rows, cols, amax);
   } else {
     find_amax_of_elements(device, source, rows, cols, amax);
   }
 }
 
-// write_tiles() for sources of rare formats, which are not worth its many kernels: groups with fp32 scales are
-// written in tiles, for they are what GEMMs with such scales read, and all else by single elements.
+// write_tiles() for sources of rare formats, which are not worth its many kernels: plain numbers and groups with
+// fp32 scales, which GEMMs read, are written in tiles, and all else by single elements.
 template <typename Source>
 void write_rare(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, const ScaledView& out,
                 const ScaledView& out_t, const float* amax) {
@@ -528,7 +522,9 @@ void write_rare(CudaDevice& device, const Source& source, int64_t rows, int64_t 
     return source.fits_wide() && t.scaling == Scaling::kGroup && t.scale.dtype == DType::kF32 &&
            tiles::fits_tiles(t);
   };
-  if (fits(out) && is_aligned(out.data.data, 16)) {
+  if (!out.empty() && out.scaling == Scaling::kNone && source.fits_wide() && is_aligned(out.data.data, 16)) {
+    tiles::write_plain(device, source, rows, cols, out.data);
+  } else if (fits(out) && is_aligned(out.data.data, 16)) {
     tiles::write_groups_scaled_by<float>(device, source, tiles::code_output(out, {}, rows, cols), out);
   } else {
     tiles::write_pieces(device, source, rows, cols, out, false, amax);
@@ -537,18 +533,6 @@ void write_rare(CudaDevice& device, const Source& source, int64_t rows, int64_t 
     tiles::write_group_columns(device, source, tiles::code_output({}, out_t, rows, cols), out_t);
   } else {
     tiles::write_pieces(device, source, rows, cols, out_t, true, amax);
-  }
-}
-
-// write_tiles() for a source whose only output is kGroup.
-template <typename Source>
-void write_group_codes(CudaDevice& device, const Source& source, int64_t rows, int64_t cols,
-                       const ScaledView& out) {
-  tiles::check_extents(rows, cols);
-  if (source.fits_wide() && is_aligned(out.data.data, 16) && tiles::fits_tiles(out)) {
-    tiles::write_groups(device, source, tiles::code_output(out, {}, rows, cols), out);
-  } else {
-    tiles::write_pieces(device, source, rows, cols, out, false, nullptr);
   }
 }
 
@@ -574,11 +558,7 @@ void write_tiles(CudaDevice& device, const Source& source, int64_t rows, int64_t
     return;
   }
   if (wide && !out.empty()) {
-    with_plain_type(out.data.dtype, [&](auto y) {
-      using Y = decltype(y);
-      tiles::plain_kernel<Source, Y><<<tiles::grid_of(rows, cols), tiles::kThreads, 0, device.stream()>>>(
-          source, out.data.as<Y>(), static_cast<int>(rows), static_cast<int>(cols));
-    });
+    tiles::write_plain(device, source, rows, cols, out.data);
   } else {
     tiles::write_pieces(device, source, rows, cols, out, false, amax);
   }

@@ -68,6 +68,13 @@ inline bool fits_gate_codes(const SwigluForward& a) {
          same_silu && a.product.num_cols() % kSourceWidth == 0;
 }
 
+// For ops that a product of codes is a part of: the maximum of the product, of 0 at first, to be raised while
+// up_gate and silu are written; null where the product has no scale for the whole of it. `op` is whose workspace it
+// is.
+float* zero_product_amax(CudaDevice& device, std::string_view op, const SwigluForward& a);
+// Then writes the product.
+void write_product_of_codes(CudaDevice& device, const SwigluForward& a, float* amax);
+
 template <typename Activation>
 struct GateCodes {
   uint8_t* codes_T2F;

@@ -1,24 +1,27 @@
 #include "kernels/ops/swiglu/swiglu.h"
 
-#include <initializer_list>
+#include <algorithm>
+#include <type_traits>
 
+#include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/quantize/quantize_tiles.cuh"
+#include "kernels/cuda/swiglu/gate_codes.cuh"
 #include "kernels/cuda/swiglu/swiglu_elements.cuh"
-#include "kernels/cuda/swiglu/swiglu_fp8.h"
-#include "kernels/cuda/vector.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
+#include "kernels/cuda/swiglu/swiglu_source.cuh"
+#include "kernels/ops/quantize/quantize.h"
 
-// Shapes: T rows (tokens), F columns of the product; up_gate has 2F, up before gate. A block works on a piece of
-// one row, each thread on packs of kWidth adjacent columns: 16 bytes of up_gate, or a single element where columns
-// or addresses do not allow that.
+// Shapes: T rows (tokens), F columns of the product; up_gate has 2F, up before gate.
+//
+// There are kernels for bf16 and for FP8 as training has them, and a slow way for any other formats and shapes.
 namespace parka::cuda {
 namespace {
 
+// ---- Plain: a block has a piece of a row, each thread packs of 16 bytes ----
+
 constexpr int kThreads = 256;
 constexpr int kForwardPacks = 2;  // per thread
-
-template <typename X>
-constexpr int kWideWidth = 16 / sizeof(X);
+template <typename T>
+constexpr int kPack = 16 / sizeof(T);
 
 // Where a block's piece of `pieces` per row begins.
 struct Piece {
@@ -30,13 +33,14 @@ struct Piece {
         pack(static_cast<int>(blockIdx.x % static_cast<unsigned>(pieces)) * packs_per_piece + threadIdx.x) {}
 };
 
-template <typename X, typename Y, int kWidth, typename Activation>
+template <typename T, typename Activation>
 __global__ void __launch_bounds__(kThreads)
-    swiglu_forward_kernel(const X* up_gate_T2F, Y* product_TF, Activation activation, int width, int pieces) {
+    swiglu_forward_kernel(const T* up_gate_T2F, T* product_TF, Activation activation, int width, int pieces) {
+  constexpr int kWidth = kPack<T>;
   const Piece piece(pieces, kThreads * kForwardPacks);
-  const X* const up_F = up_gate_T2F + piece.row * 2 * width;
-  const X* const gate_F = up_F + width;
-  Stored<X, kWidth> up[kForwardPacks], gate[kForwardPacks];
+  const T* const up_F = up_gate_T2F + piece.row * 2 * width;
+  const T* const gate_F = up_F + width;
+  Stored<T, kWidth> up[kForwardPacks], gate[kForwardPacks];
 #pragma unroll
   for (int n = 0; n < kForwardPacks; ++n) {
     const int64_t column = int64_t{piece.pack + n * kThreads} * kWidth;
@@ -57,18 +61,19 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-template <typename X, typename D, typename Y, typename Activation>
+template <typename T, typename Activation>
 struct BackwardTensors {
-  const X* up_gate_T2F;
-  const D* d_product_TF;
-  Y* d_up_gate_T2F;
-  Y* product_TF;  // null: not wanted
+  const T* up_gate_T2F;
+  const T* d_product_TF;
+  T* d_up_gate_T2F;
+  T* product_TF;  // null: not wanted
   Activation activation;
 };
 
-template <int kWidth, typename X, typename D, typename Y, typename Activation>
+template <typename T, typename Activation>
 __global__ void __launch_bounds__(kThreads)
-    swiglu_backward_kernel(const BackwardTensors<X, D, Y, Activation> a, int width, int pieces) {
+    swiglu_backward_kernel(const BackwardTensors<T, Activation> a, int width, int pieces) {
+  constexpr int kWidth = kPack<T>;
   const Piece piece(pieces, kThreads);
   const int64_t column = int64_t{piece.pack} * kWidth;
   if (column >= width) return;
@@ -92,92 +97,343 @@ __global__ void __launch_bounds__(kThreads)
   if (a.product_TF != nullptr) store(a.product_TF + product_at, product);
 }
 
-bool fits_wide(int64_t cols, int width, std::initializer_list<const void*> tensors) {
-  bool aligned = cols % width == 0;
-  for (const void* tensor : tensors) aligned = aligned && is_aligned(tensor, 16);
-  return aligned;
+// Whether the above take these tensors, of which some may be empty.
+bool fits_plain(int64_t width, std::initializer_list<ScaledView> tensors) {
+  const DType dtype = tensors.begin()->data.dtype;
+  return std::all_of(tensors.begin(), tensors.end(), [&](const ScaledView& t) {
+    return t.empty() || (t.scaling == Scaling::kNone && t.data.dtype == dtype && is_aligned(t.data.data, 16) &&
+                         width % (16 / size_of(dtype)) == 0);
+  });
 }
 
-unsigned num_blocks(int64_t rows, int64_t pieces) {
-  PARKA_REQUIRE(rows * pieces <= INT32_MAX);
-  return static_cast<unsigned>(rows * pieces);
+template <typename T, typename Activation>
+void launch_plain(CudaDevice& device, const SwigluForward& a, Activation activation) {
+  const int64_t rows = a.product.num_rows(), width = a.product.num_cols();
+  const int64_t pieces = ceil_div(width, int64_t{kThreads} * kForwardPacks * kPack<T>);
+  launch(device, "swiglu_forward", swiglu_forward_kernel<T, Activation>, {rows * pieces, kThreads},
+         a.up_gate.data.as<T>(), a.product.data.as<T>(), activation, static_cast<int>(width),
+         static_cast<int>(pieces));
+}
+template <typename T, typename Activation>
+void launch_plain(CudaDevice& device, const SwigluBackward& a, Activation activation) {
+  const int64_t rows = a.d_product.dim[0], width = a.d_product.dim[1];
+  const int64_t pieces = ceil_div(width, int64_t{kThreads} * kPack<T>);
+  const BackwardTensors<T, Activation> tensors{a.up_gate.data.as<T>(), a.d_product.as<T>(),
+                                               a.d_up_gate.data.as<T>(), optional<T>(a.product.data), activation};
+  launch(device, "swiglu_backward", swiglu_backward_kernel<T, Activation>, {rows * pieces, kThreads}, tensors,
+         static_cast<int>(width), static_cast<int>(pieces));
 }
 
-void make_product(CudaDevice& device, const TensorView& up_gate, const TensorView& product,
-                  GateActivation activation) {
-  const int64_t rows = product.dim[0], cols = product.dim[1];
-  PARKA_REQUIRE(cols <= INT32_MAX);
-  with_plain_type(up_gate.dtype, [&](auto x) {
-    with_plain_type(product.dtype, [&](auto y) {
-      using X = decltype(x);
-      using Y = decltype(y);
-      const bool wide = fits_wide(cols, kWideWidth<X>, {up_gate.data, product.data});
-      const int64_t pieces = ceil_div(cols, int64_t{kThreads} * kForwardPacks * (wide ? kWideWidth<X> : 1));
-      with_activation(activation, [&](auto act) {
-        using A = decltype(act);
-        const auto kernel =
-            wide ? swiglu_forward_kernel<X, Y, kWideWidth<X>, A> : swiglu_forward_kernel<X, Y, 1, A>;
-        kernel<<<num_blocks(rows, pieces), kThreads, 0, device.stream()>>>(
-            up_gate.as<X>(), product.as<Y>(), act, static_cast<int>(cols), static_cast<int>(pieces));
-      });
+template <typename Args>
+void run_plain(CudaDevice& device, const Args& a) {
+  PARKA_REQUIRE(a.up_gate.num_cols() <= INT32_MAX);
+  with_plain_type(a.up_gate.data.dtype, [&](auto type) {
+    with_activation(a.activation, [&](auto activation) { launch_plain<decltype(type)>(device, a, activation); });
+  });
+}
+
+// ---- FP8 ----
+//
+// All tensors are written from Sources (quantize_tiles.cuh). Tensors with one scale take two passes: one finds the
+// maximum, the other recomputes the same numbers and writes codes. That is cheaper than keeping the numbers. Where
+// the maximum is sampled the first pass reads a part, and the codes are written again if that was not enough.
+
+// The maxima that an op's workspace holds, to be raised: 0 at first.
+template <typename Args>
+float* zero_amax(CudaDevice& device, std::string_view op, const Args& a) {
+  auto* const amax = static_cast<float*>(device.workspace(op, workspace_of(a)));
+  check(cudaMemsetAsync(amax, 0, static_cast<size_t>(workspace_of(a)), device.stream()), op);
+  return amax;
+}
+
+bool is_tensor(const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kTensor; }
+
+// Whether both have one scale for the tensor and go to tiles: what the kernels for usual formats write.
+bool fits_tensor_tiles(const ScaledView& t, const ScaledView& t_transposed) {
+  return (t.empty() || is_tensor(t)) && (t_transposed.empty() || is_tensor(t_transposed)) &&
+         is_aligned(t.data.data, 16) &&
+         (t.empty() || t_transposed.empty() || t.data.dtype == t_transposed.data.dtype);
+}
+
+template <SwigluPart kPart, int kRowStep = 1, typename Args>
+AnySwigluSource<kPart, kRowStep> any_source(const Args& a) {
+  ScaledView d_product = {};
+  if constexpr (std::is_same_v<Args, SwigluBackward>) d_product = a.d_product;
+  return {AnySource(a.up_gate), AnySource(a.silu), AnySource(d_product), a.activation,
+          static_cast<int>(a.up_gate.num_cols() / 2)};
+}
+
+// ---- FP8 forward: quantizing up_gate and finding the product's maximum in one pass ----
+
+template <typename Activation>
+struct GateQuantization {
+  PlainSource<BFloat16> up_gate;
+  GateCodes<Activation> codes;
+  float* amax;  // of the product; null: not wanted
+
+  struct Fetched {
+    PlainSource<BFloat16>::Fetched up, gate;
+  };
+  __device__ Fetched fetch(int row, int col) const {
+    return {up_gate.fetch(row, col), up_gate.fetch(row, col + codes.width)};
+  }
+};
+
+// A thread has up and gate of its part of a tile of [T, F].
+template <typename F8, bool kSavesSilu, typename Activation>
+__global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
+    quantize_gate_kernel(const GateQuantization<Activation> q) {
+  __shared__ uint32_t shared[tiles::kWarps];
+  const tiles::Place place;
+  float amax = 0.0f;
+  tiles::for_each_row(q, q.codes.rows, q.codes.width,
+                      [&](int k, const typename GateQuantization<Activation>::Fetched& fetched) {
+                        const auto made = q.codes.template make<F8, kSavesSilu>(fetched.up, fetched.gate);
+                        q.codes.store(made, place.row + k, place.col);
+                        amax = fmaxf(amax, made.amax);
+                      });
+  if (q.amax != nullptr) raise_to_block_max<tiles::kThreads>(q.amax, amax, shared);
+}
+
+void quantize_gate(CudaDevice& device, const SwigluForward& a, float* amax) {
+  with_activation(a.activation, [&](auto activation) {
+    with_float8_type(a.up_gate.data.dtype, [&](auto f8) {
+      using F8 = decltype(f8);
+      using A = decltype(activation);
+      const GateQuantization<A> q{PlainSource<BFloat16>(a.up_gate_plain), GateCodes<A>(a, activation), amax};
+      launch(device, "swiglu_forward",
+             a.silu.empty() ? quantize_gate_kernel<F8, false, A> : quantize_gate_kernel<F8, true, A>,
+             {tiles::grid_of(a.product.num_rows(), a.product.num_cols()), tiles::kThreads}, q);
     });
   });
 }
 
-// `product` has the dtype of d_up_gate, or is not given.
-void make_gradient(CudaDevice& device, const SwigluBackward& a, const TensorView& product) {
-  const TensorView &up_gate = a.up_gate.data, &d_up_gate = a.d_up_gate.data;
-  const int64_t rows = a.d_product.dim[0], cols = a.d_product.dim[1];
-  PARKA_REQUIRE(cols <= INT32_MAX);
-  with_plain_type(up_gate.dtype, [&](auto x) {
-    with_plain_type(a.d_product.dtype, [&](auto d) {
-      with_plain_type(d_up_gate.dtype, [&](auto y) {
-        using X = decltype(x);
-        using D = decltype(d);
-        using Y = decltype(y);
-        const bool wide =
-            fits_wide(cols, kWideWidth<X>, {up_gate.data, a.d_product.data, d_up_gate.data, product.data});
-        const int64_t pieces = ceil_div(cols, int64_t{kThreads} * (wide ? kWideWidth<X> : 1));
-        with_activation(a.activation, [&](auto act) {
-          using A = decltype(act);
-          const BackwardTensors<X, D, Y, A> tensors{up_gate.as<X>(), a.d_product.as<D>(), d_up_gate.as<Y>(),
-                                                    product.empty() ? nullptr : product.as<Y>(), act};
-          const auto kernel =
-              wide ? swiglu_backward_kernel<kWideWidth<X>, X, D, Y, A> : swiglu_backward_kernel<1, X, D, Y, A>;
-          kernel<<<num_blocks(rows, pieces), kThreads, 0, device.stream()>>>(tensors, static_cast<int>(cols),
-                                                                             static_cast<int>(pieces));
-        });
-      });
-    });
-  });
+// Of forward or backward. With `amax`, which `is_found` or 0, scales are made from it; with null they are inputs.
+template <typename Args>
+void write_product(CudaDevice& device, const Args& a, float* amax, bool is_found) {
+  const int64_t rows = a.up_gate.num_rows(), width = a.up_gate.num_cols() / 2;
+  const bool finds = amax != nullptr && !is_found;
+  const auto write_tiles = [&](const auto& gates) {
+    const ProductSource<std::decay_t<decltype(gates)>> source{gates};
+    if (finds) tiles::find_amax(device, source, rows, width, amax);
+    tiles::write_tensor(device, source, rows, width, a.product, a.product_t, amax);
+  };
+  if (fits_tensor_tiles(a.product, a.product_t) && with_gates(a, write_tiles)) return;
+  const auto source = any_source<SwigluPart::kProduct>(a);
+  if (finds) find_amax_of_elements(device, source, rows, width, amax);
+  write_rare(device, source, rows, width, a.product, a.product_t, amax);
 }
 
-bool is_plain(const ScaledView& t) { return t.scaling == Scaling::kNone; }
+// ---- FP8 backward: d_up, d_gate and the product of a tile together ----
+
+// The scale of d_up_gate where its maximum was found before: what a kernel makes codes with.
+struct KnownScale : tiles::TensorScale {
+  static constexpr bool kFindsAmax = false;
+  __device__ bool is_needed() const { return true; }
+};
+
+// The same by SwigluBackward::samples_amax, in two kernels. The first takes the scale from the sample, and finds
+// the maximum of all; the second one writes all codes again if that exceeds what the sample leaves room for.
+template <bool kFirst>
+struct SampledScale {
+  static constexpr bool kFindsAmax = kFirst;
+  float* scale;
+  const float* sampled;
+  float* amax;  // of all; 0 before the first kernel
+
+  __device__ bool is_needed() const { return kFirst || __ldg(amax) > bound(); }
+  template <typename F8>
+  __device__ float inverse() const {
+    return scale_for<F8, float>(maximum()).inverse;
+  }
+  template <typename F8>
+  __device__ void write() const {
+    if (tiles::is_first_thread()) *scale = scale_for<F8, float>(maximum()).scale;
+  }
+
+ private:
+  __device__ float bound() const { return __fmul_rn(kAmaxRoom, __ldg(sampled)); }
+  __device__ float maximum() const { return kFirst ? bound() : __ldg(amax); }
+};
+
+// d_up_gate with one scale, and the product, in the format of activations, with its given one.
+template <typename Inputs, typename F8, bool kProduct, typename Scale>
+__global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
+    gradient_codes_kernel(const Inputs inputs, const tiles::CodeOutput d_up, const tiles::CodeOutput d_gate,
+                          const Scale scale, const tiles::CodeOutput product,
+                          const tiles::TensorScale product_scale) {
+  alignas(tiles::kTileAlignment) __shared__ uint32_t shared[kProduct ? 3 : 2][tiles::kSharedWords];
+  if (!scale.is_needed()) return;
+  float amax = 0.0f;
+  const float inverse = scale.template inverse<F8>();
+  const float product_inverse = kProduct ? product_scale.inverse<Float8E4M3>() : 0.0f;
+  const uint32_t part = tiles::part_address(shared[0]);
+  tiles::for_each_row(inputs, d_up.rows, d_up.cols, [&](int k, const auto& fetched) {
+    uint32_t up_codes[tiles::kWords], gate_codes[tiles::kWords];
+    [[maybe_unused]] uint32_t product_codes[tiles::kWords];
+#pragma unroll
+    for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
+      SwigluParts<4> g;
+      inputs.read(fetched, quarter, g);
+      if constexpr (Scale::kFindsAmax) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) amax = fmaxf(amax, g.magnitude(i));
+      }
+      up_codes[quarter] = tiles::encode<F8>({g.d_up(0), g.d_up(1), g.d_up(2), g.d_up(3)}, inverse);
+      gate_codes[quarter] = tiles::encode<F8>({g.d_gate(0), g.d_gate(1), g.d_gate(2), g.d_gate(3)}, inverse);
+      if constexpr (kProduct) {
+        product_codes[quarter] =
+            tiles::encode<Float8E4M3>({g.product(0), g.product(1), g.product(2), g.product(3)}, product_inverse);
+      }
+    }
+    tiles::put_codes(up_codes, k, d_up, part);
+    tiles::put_codes(gate_codes, k, d_gate, part + tiles::kTileBytes);
+    if constexpr (kProduct) tiles::put_codes(product_codes, k, product, part + 2 * tiles::kTileBytes);
+  });
+  if constexpr (Scale::kFindsAmax) {
+    const uint32_t of_warp = __reduce_max_sync(kFullWarp, __float_as_uint(amax));
+    if (threadIdx.x % kWarpSize == 0) raise_to(scale.amax, __uint_as_float(of_warp));
+  }
+  __syncthreads();
+  tiles::finish_codes(d_up, shared[0]);
+  tiles::finish_codes(d_gate, shared[1]);
+  if constexpr (kProduct) tiles::finish_codes(product, shared[2]);
+  scale.template write<F8>();
+}
+
+// Columns [first, first + width) of what the views, which may be empty, have.
+tiles::CodeOutput part_of(const ScaledView& t, const ScaledView& t_transposed, int64_t rows, int64_t first,
+                          int64_t width) {
+  const int64_t stride = t.empty() ? width : t.num_cols();
+  tiles::CodeOutput out = tiles::code_output(t, t_transposed, rows, width);
+  out.stride = static_cast<int>(stride);
+  if (out.codes_RC != nullptr) out.codes_RC += first;
+  if (out.codes_CR != nullptr) out.codes_CR += first * rows;
+  return out;
+}
+
+// The gradient as codes with one scale, and the product beside it if `with_product`. `amax`: to be raised, 0 at
+// first; of two numbers with samples_amax.
+template <typename Inputs>
+void write_gradient_codes(CudaDevice& device, const Inputs& inputs, const SwigluBackward& a, bool with_product,
+                          float* amax) {
+  const int64_t rows = a.d_product.dim[0], width = a.d_product.dim[1];
+  const ScaledView& any = a.d_up_gate.empty() ? a.d_up_gate_t : a.d_up_gate;
+  const tiles::CodeOutput d_up = part_of(a.d_up_gate, a.d_up_gate_t, rows, 0, width);
+  const tiles::CodeOutput d_gate = part_of(a.d_up_gate, a.d_up_gate_t, rows, width, width);
+  const tiles::CodeOutput product = part_of(a.product, a.product_t, rows, 0, width);
+  const tiles::TensorScale product_scale =
+      with_product ? tiles::tensor_scale(a.product.empty() ? a.product_t : a.product, nullptr)
+                   : tiles::TensorScale{};
+  const auto write = [&](auto f8, const auto& scale) {
+    using F8 = decltype(f8);
+    using Scale = std::decay_t<decltype(scale)>;
+    launch(device, "swiglu_backward",
+           with_product ? gradient_codes_kernel<Inputs, F8, true, Scale>
+                        : gradient_codes_kernel<Inputs, F8, false, Scale>,
+           {tiles::grid_of(rows, width), tiles::kThreads}, inputs, d_up, d_gate, scale, product, product_scale);
+  };
+  if (a.samples_amax) {
+    auto* const scale = any.scale.as<float>();
+    float *const sampled = amax, *const amax_of_all = amax + 1;
+    tiles::find_amax(device, MagnitudeSource<Inputs, kAmaxSampling>{inputs}, ceil_div(rows, kAmaxSampling), width,
+                     sampled);
+    write(Float8E5M2{}, SampledScale<true>{scale, sampled, amax_of_all});
+    write(Float8E5M2{}, SampledScale<false>{scale, sampled, amax_of_all});
+    return;
+  }
+  tiles::find_amax(device, MagnitudeSource<Inputs, 1>{inputs}, rows, width, amax);
+  with_float8_type(any.data.dtype, [&](auto f8) { write(f8, KnownScale{tiles::tensor_scale(any, amax)}); });
+}
+
+// *amax = what SwigluBackward::samples_amax takes.
+__global__ void take_sampled_amax_kernel(const float* sampled, float* amax) {
+  *amax = fmaxf(*amax, __fmul_rn(kAmaxRoom, *sampled));
+}
+
+// The gradient in any format.
+void write_rare_gradient(CudaDevice& device, const SwigluBackward& a, float* amax) {
+  const int64_t rows = a.d_product.dim[0], width = a.d_product.dim[1];
+  if (amax != nullptr) {
+    find_amax_of_elements(device, any_source<SwigluPart::kMagnitude>(a), rows, width, amax);
+  }
+  if (a.samples_amax) {
+    find_amax_of_elements(device, any_source<SwigluPart::kMagnitude, kAmaxSampling>(a),
+                          ceil_div(rows, kAmaxSampling), width, amax + 1);
+    launch(device, "swiglu_backward", take_sampled_amax_kernel, {1, 1}, amax + 1, amax);
+  }
+  write_rare(device, any_source<SwigluPart::kGradient>(a), rows, 2 * width, a.d_up_gate, a.d_up_gate_t, amax);
+}
+
+// Returns whether the product was made as well.
+bool write_gradient(CudaDevice& device, const SwigluBackward& a) {
+  const auto is_e4m3_or_empty = [](const ScaledView& t) { return t.empty() || t.data.dtype == DType::kE4M3; };
+  const bool has_kernel = fits_tensor_tiles(a.d_up_gate, a.d_up_gate_t) && a.d_product.dtype == DType::kBF16 &&
+                          is_aligned(a.d_product.data, 16);
+  const bool with_product = !(a.product.empty() && a.product_t.empty()) &&
+                            fits_tensor_tiles(a.product, a.product_t) && is_e4m3_or_empty(a.product) &&
+                            is_e4m3_or_empty(a.product_t);
+  const bool wants_amax = is_tensor(a.d_up_gate) || is_tensor(a.d_up_gate_t);
+  float* const amax = wants_amax ? zero_amax(device, "swiglu_backward", a) : nullptr;
+  const auto write_codes = [&](const auto& gates) {
+    const GradientInputs<std::decay_t<decltype(gates)>> inputs{gates, PlainSource<BFloat16>(a.d_product)};
+    write_gradient_codes(device, inputs, a, with_product, amax);
+  };
+  if (has_kernel && with_gates(a, write_codes)) return with_product;
+  write_rare_gradient(device, a, amax);
+  return false;
+}
 
 }  // namespace
 
-void swiglu_forward(Device& device, const SwigluForward& a) {
-  const bool plain = is_plain(a.up_gate) && is_plain(a.product);
-  if (!plain || !a.silu.empty() || !a.product_t.empty()) {
-    swiglu_forward_fp8(device, a);
-    return;
-  }
-  make_product(as_cuda(device), a.up_gate.data, a.product.data, a.activation);
-  check_launch("swiglu_forward");
+float* zero_product_amax(CudaDevice& device, std::string_view op, const SwigluForward& a) {
+  return is_tensor(a.product) || is_tensor(a.product_t) ? zero_amax(device, op, a) : nullptr;
 }
 
-void swiglu_backward(Device& device, const SwigluBackward& a) {
-  const bool plain = is_plain(a.up_gate) && is_plain(a.d_up_gate) && is_plain(a.product);
-  if (!plain || !a.silu.empty() || !a.d_up_gate_t.empty() || !a.product_t.empty()) {
-    swiglu_backward_fp8(device, a);
+void write_product_of_codes(CudaDevice& device, const SwigluForward& a, float* amax) {
+  write_product(device, a, amax, /*is_found=*/true);
+}
+
+void swiglu_forward(Device& any_device, const SwigluForward& a) {
+  CudaDevice& device = as_cuda(any_device);
+  const int64_t rows = a.product.num_rows(), width = a.product.num_cols();
+  if (a.silu.empty() && a.product_t.empty() && fits_plain(width, {a.up_gate, a.product})) {
+    run_plain(device, a);
     return;
   }
-  // One kernel makes both where it can: they share what they read.
-  const TensorView &d_up_gate = a.d_up_gate.data, &product = a.product.data;
-  const bool together = !d_up_gate.empty() && d_up_gate.dtype == product.dtype;
-  if (!d_up_gate.empty()) make_gradient(as_cuda(device), a, together ? product : TensorView());
-  if (!product.empty() && !together) make_product(as_cuda(device), a.up_gate.data, product, a.activation);
-  check_launch("swiglu_backward");
+  tiles::check_extents(rows, 2 * width);
+  float* const amax = zero_product_amax(device, "swiglu_forward", a);
+  if (!a.up_gate_plain.empty() && fits_gate_codes(a)) {
+    quantize_gate(device, a, amax);
+    write_product_of_codes(device, a, amax);
+    return;
+  }
+  if (!a.up_gate_plain.empty()) cuda::quantize(device, {.x = a.up_gate_plain, .out = a.up_gate});
+  if (!a.silu.empty()) {
+    tiles::write_pieces(device, any_source<SwigluPart::kSilu>(a), rows, width, a.silu, /*transposed=*/false,
+                        /*amax=*/nullptr);
+  }
+  write_product(device, a, amax, /*is_found=*/false);
+}
+
+void swiglu_backward(Device& any_device, const SwigluBackward& a) {
+  CudaDevice& device = as_cuda(any_device);
+  const bool wants_gradient = !a.d_up_gate.empty() || !a.d_up_gate_t.empty();
+  if (!a.d_up_gate.empty() && a.d_up_gate_t.empty() && a.product_t.empty() && a.silu.empty() &&
+      fits_plain(a.d_product.dim[1], {a.up_gate, a.d_product, a.d_up_gate, a.product})) {
+    run_plain(device, a);
+    return;
+  }
+  if (!wants_gradient && a.product_t.empty() && a.silu.empty() &&
+      fits_plain(a.product.num_cols(), {a.up_gate, a.product})) {
+    run_plain(device, SwigluForward{.up_gate = a.up_gate, .product = a.product, .activation = a.activation});
+    return;
+  }
+  tiles::check_extents(a.up_gate.num_rows(), a.up_gate.num_cols());
+  const bool has_product = wants_gradient && write_gradient(device, a);
+  if (!has_product && !(a.product.empty() && a.product_t.empty())) {
+    write_product(device, a, nullptr, /*is_found=*/false);
+  }
 }
 
 }  // namespace parka::cuda

@@ -1,9 +1,7 @@
-#include "kernels/ops/swiglu/swiglu_projection.h"
+#include "kernels/ops/swiglu/swiglu.h"
 
 #include "kernels/cuda/gemm/sm90_float8_tiles.cuh"
 #include "kernels/cuda/swiglu/gate_codes.cuh"
-#include "kernels/cuda/swiglu/swiglu_fp8.h"
-#include "kernels/device/cuda/cuda_device.h"
 
 namespace parka::cuda {
 namespace {
@@ -51,8 +49,8 @@ void project_gate(CudaDevice& device, const SwigluProjection& a, float* amax) {
   with_activation(a.swiglu.activation, [&](auto activation) {
     using A = decltype(activation);
     const auto kernel = a.swiglu.silu.empty() ? project_gate_kernel<false, A> : project_gate_kernel<true, A>;
-    sm90_float8::launch(device, "swiglu_projection", kernel, sm90_float8::Product(a.projection),
-                        GateCodes<A>(a.swiglu, activation), amax);
+    sm90_float8::launch_product(device, "swiglu_projection", kernel, sm90_float8::Product(a.projection),
+                                GateCodes<A>(a.swiglu, activation), amax);
   });
 }
 
@@ -69,7 +67,9 @@ void swiglu_projection(Device& device, const SwigluProjection& a) {
     return;
   }
   CudaDevice& gpu = as_cuda(device);
-  swiglu_forward_with(gpu, a.swiglu, "swiglu_projection", [&](float* amax) { project_gate(gpu, a, amax); });
+  float* const amax = zero_product_amax(gpu, "swiglu_projection", a.swiglu);
+  project_gate(gpu, a, amax);
+  write_product_of_codes(gpu, a.swiglu, amax);
 }
 
 }  // namespace parka::cuda

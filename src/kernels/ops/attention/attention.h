@@ -1,4 +1,6 @@
 #pragma once
+#include <cstdint>
+
 #include "core/tensor.h"
 #include "kernels/op/op.h"
 
@@ -92,5 +94,72 @@ struct AttentionStatistics {
 };
 PARKA_OP(attention_statistics, AttentionStatistics);
 int64_t workspace_of(const AttentionStatistics& a);
+
+// Attention of new tokens to all earlier ones, whose keys and values are in a cache, so that generation computes
+// each token once. Row t is the token at position[t] of the sequence in slot[t] of the cache:
+//   cache  [B, L, 2 * Hkv * D]: key heads, then value heads, of B sequences of up to L tokens
+// D is the head width of the fused QKV buffer, see RopeForward.
+
+// cache[slot[t], position[t]] = keys and values of row t. No two rows may have the same slot and position.
+struct CacheAppend {
+  TensorView qkv;       // [T, (H + 2 * Hkv) * D] fp32 or bf16, in: rotated
+  TensorView cache;     // as qkv, in/out
+  TensorView slot;      // [T] int32, in; each in [0, B)
+  TensorView position;  // [T] int32, in; each in [0, L)
+  int64_t num_heads;
+  int64_t num_kv_heads;
+};
+// Throws Error(kInternal) on a slot or position outside the cache (CPU; on a GPU it must not happen).
+PARKA_OP(cache_append, CacheAppend);
+
+// Query head h uses key/value head h / (H / Hkv).
+//   p[t,j] = exp(scale * q_t . k_j) / sum over j of the same, for j <= position[t];  out_t = sum_j p[t,j] v_j
+// With a window only position[t] - window < j counts, and no earlier key is read. k_j and v_j are cache[slot[t],
+// j]. They include the row's own, so cache_append comes first.
+struct AttentionDecode {
+  TensorView qkv;       // [T, (H + 2 * Hkv) * D] fp32 or bf16, in; only the queries are read
+  TensorView cache;     // as qkv, in
+  TensorView slot;      // [T] int32, in
+  TensorView position;  // [T] int32, in; each in [0, max_keys)
+  TensorView out;       // [T, H * D] as qkv, out
+  int64_t max_keys;     // up to L; decides how much work a GPU launches
+  int64_t num_heads;
+  int64_t num_kv_heads;
+  float scale;
+  TensorView out_amax = {};  // [1] fp32, out: max |out| as stored, for quantize; empty: not wanted
+  int64_t window = 0;        // keys that a row attends to, its own included; 0: all
+};
+// The most keys of a row.
+inline int64_t most_keys(const AttentionDecode& a) {
+  return a.window > 0 && a.window < a.max_keys ? a.window : a.max_keys;
+}
+// The result of a row depends neither on the other rows nor on max_keys.
+PARKA_OP(attention_decode, AttentionDecode);
+int64_t workspace_of(const AttentionDecode& a);
+
+// The two layouts between which ranks that share sequences exchange attention's tensors, so that each attends with
+// some of the heads to whole sequences (DeepSpeed-Ulysses, Jacobs et al. 2023, arXiv 2309.14509, section 3). A rank
+// has a slice of L tokens of each of B sequences, with all heads: [B * L, (H + 2 Hkv) * D], query heads, key heads,
+// value heads, or query heads alone where Hkv is 0. It exchanges [B, C, L, w] with C ranks, w a C-th of the
+// columns: part p has query heads [p H / C, (p + 1) H / C), then key heads [p Hkv / C, (p + 1) Hkv / C), then value
+// heads likewise, each in their order. C divides H and Hkv, so each query head stays with its key head.
+
+// parts[b, p, l] = the heads of part p in x[b * L + l].
+struct SplitHeads {
+  TensorView x;      // [B * L, (H + 2 * Hkv) * D] fp32 or bf16, in
+  TensorView parts;  // [B, C, L, (H + 2 * Hkv) * D / C] as x, out
+  int64_t num_heads;
+  int64_t num_kv_heads;  // 0: x has query heads alone
+};
+PARKA_OP(split_heads, SplitHeads);
+
+// The inverse: x[b * L + l] = the heads of all parts[b, p, l].
+struct MergeHeads {
+  TensorView parts;  // [B, C, L, (H + 2 * Hkv) * D / C] fp32 or bf16, in
+  TensorView x;      // [B * L, (H + 2 * Hkv) * D] as parts, out
+  int64_t num_heads;
+  int64_t num_kv_heads;  // as in SplitHeads
+};
+PARKA_OP(merge_heads, MergeHeads);
 
 }  // namespace parka

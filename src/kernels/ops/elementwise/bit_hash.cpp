@@ -1,8 +1,6 @@
 #include "kernels/ops/elementwise/bit_hash.h"
 
-#include "kernels/op/check.h"
-#include "kernels/op/cost.h"
-#include "kernels/op/dispatch.h"
+#include "kernels/op/define.h"
 
 namespace parka {
 

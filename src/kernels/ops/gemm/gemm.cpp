@@ -4,9 +4,7 @@
 #include <iterator>
 
 #include "kernels/device/recording_device.h"
-#include "kernels/op/check.h"
-#include "kernels/op/cost.h"
-#include "kernels/op/dispatch.h"
+#include "kernels/op/define.h"
 #include "kernels/op/workspace.h"
 
 namespace parka {

@@ -48,7 +48,7 @@ void record_product(Device& device, const Gemm& a);
 
 // How a GPU does a product.
 
-// True if a kernel of its own computes it (kernels/cuda/gemm/low_rank_update.h): bf16 operands, accumulated in
+// True if a kernel of its own computes it (kernels/cuda/gemm/low_rank_update.cu): bf16 operands, accumulated in
 // bf16, over up to kMostLowRankTerms terms, with `a` in rows; rows that are multiples of 16 bytes, aligned to 16
 // bytes.
 inline constexpr int64_t kMostLowRankTerms = 128;

@@ -1,8 +1,6 @@
 #include "kernels/ops/norm/qk_norm.h"
 
-#include "kernels/op/check.h"
-#include "kernels/op/cost.h"
-#include "kernels/op/dispatch.h"
+#include "kernels/op/define.h"
 #include "kernels/op/workspace.h"
 
 namespace parka {

@@ -3,11 +3,8 @@
 #include <algorithm>
 #include <cmath>
 #include <limits>
-#include <tuple>
 
-#include "kernels/op/check.h"
-#include "kernels/op/cost.h"
-#include "kernels/op/dispatch.h"
+#include "kernels/op/define.h"
 
 namespace parka {
 namespace {
@@ -41,7 +38,9 @@ void check_weight(const AdamwStep& a, int64_t N) {
 
 double bytes_of(const MomentView& m) { return all_bytes(m.values, m.amax, m.exponent); }
 
-void check_step(const AdamwStep& a) {
+}  // namespace
+
+void adamw_step(Device& device, const AdamwStep& a) {
   const int64_t N = a.weight.numel();
   check_weight(a, N);
   check_tensor("adamw_step", "gradient", a.gradient, {N}, {DType::kF32, DType::kBF16});
@@ -51,34 +50,8 @@ void check_step(const AdamwStep& a) {
   if (!a.weight_amax.empty()) check_tensor("adamw_step", "weight_amax", a.weight_amax, {1}, {DType::kF32});
   PARKA_REQUIRE(a.bias_correction1 > 0 && a.bias_correction2 > 0);
   PARKA_REQUIRE(a.first_element % kMomentGroup == 0);
-}
-
-// All that steps taken together have in common.
-auto common_of(const AdamwStep& a) {
-  const auto format = [](const MomentView& m) { return std::tuple(m.values.dtype, m.exponent.empty()); };
-  return std::tuple(a.master_form, a.gradient.dtype, format(a.exp_avg), format(a.exp_avg_sq), a.beta1, a.beta2,
-                    a.eps, a.bias_correction1, a.bias_correction2, a.grad_scale.data, a.seed, a.step);
-}
-
-}  // namespace
-
-void adamw_step(Device& device, const AdamwStep& a) {
-  check_step(a);
-  if (a.weight.numel() == 0) return;
+  if (N == 0) return;
   PARKA_DISPATCH(adamw_step, device, a);
-}
-
-void adamw_steps(Device& device, const AdamwSteps& a) {
-  for (const AdamwStep& step : a.steps) {
-    check_step(step);
-    if (common_of(step) != common_of(a.steps[0])) {
-      throw_internal("adamw_steps: steps of {} and {} differ in more than tensors, lr and weight_decay",
-                     describe(a.steps[0].weight), describe(step.weight));
-    }
-    PARKA_REQUIRE(step.weight.numel() > 0);
-  }
-  if (a.steps.empty()) return;
-  PARKA_DISPATCH(adamw_steps, device, a);
 }
 
 void moment_encode(Device& device, const MomentEncode& a) {
@@ -118,13 +91,6 @@ OpCost cost_of(const AdamwStep& a) {
   return moved((weight_read ? 2 : 1) * bytes_of(a.weight) + 2 * bytes_of(a.master) + bytes_of(a.gradient) +
                    2 * bytes_of(a.exp_avg) + 2 * bytes_of(a.exp_avg_sq),
                a.weight);
-}
-
-OpCost cost_of(const AdamwSteps& a) {
-  OpCost cost;
-  for (const AdamwStep& step : a.steps) cost.bytes += cost_of(step).bytes;
-  cost.shape = fmt::format("{} tensors", a.steps.size());
-  return cost;
 }
 
 OpCost cost_of(const MomentEncode& a) { return moved(bytes_of(a.values) + bytes_of(a.moment), a.values); }

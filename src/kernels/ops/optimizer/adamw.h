@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdint>
-#include <vector>
 
 #include "core/tensor.h"
 #include "kernels/op/op.h"
@@ -69,14 +68,6 @@ struct AdamwStep {
 };
 // If grad_scale is finite, the gradients must be finite too: clip_coefficient ensures it. Does nothing for N == 0.
 PARKA_OP(adamw_step, AdamwStep);
-
-// The steps of several tensors, with the bits of an adamw_step of each, in any order. They differ in tensors, lr,
-// weight_decay and first_element alone. A GPU takes them together where moments are fp8 with range expansion: small
-// tensors take far less time so.
-struct AdamwSteps {
-  std::vector<AdamwStep> steps;
-};
-PARKA_OP(adamw_steps, AdamwSteps);
 
 // k * 16 of a group with maximum `amax` and smallest nonzero magnitude `amin`, stored in `format`:
 // clamp(floor(16 * log2(R) / log2(amax / amin)), 16, 255). R is the range that the group is expanded to: 448 * 448

@@ -2,9 +2,7 @@
 
 #include <utility>
 
-#include "kernels/op/check.h"
-#include "kernels/op/cost.h"
-#include "kernels/op/dispatch.h"
+#include "kernels/op/define.h"
 #include "kernels/op/workspace.h"
 
 namespace parka {

@@ -1,8 +1,6 @@
 #include "kernels/ops/quantize/quantize.h"
 
-#include "kernels/op/check.h"
-#include "kernels/op/cost.h"
-#include "kernels/op/dispatch.h"
+#include "kernels/op/define.h"
 #include "kernels/op/workspace.h"
 
 namespace parka {
@@ -47,5 +45,15 @@ int64_t workspace_of(const Quantize& a) {
   const bool has_scale = has_tensor_scale(a.out) || has_tensor_scale(a.out_t);
   return has_scale && !a.scale_given && a.amax.empty() ? cuda::kAmaxWorkspaceBytes : 0;
 }
+
+void amax(Device& device, const Amax& a) {
+  const TensorView flat = a.x.reshaped({a.x.numel()});
+  check_tensor("amax", "x", flat, {flat.dim[0]}, {DType::kF32, DType::kBF16});
+  check_tensor("amax", "result", a.result, {1}, {DType::kF32});
+  if (flat.dim[0] == 0) return;
+  PARKA_DISPATCH(amax, device, a);
+}
+
+OpCost cost_of(const Amax& a) { return moved(bytes_of(a.x), a.x); }
 
 }  // namespace parka

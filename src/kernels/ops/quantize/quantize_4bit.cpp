@@ -2,9 +2,7 @@
 
 #include <bit>
 
-#include "kernels/op/check.h"
-#include "kernels/op/cost.h"
-#include "kernels/op/dispatch.h"
+#include "kernels/op/define.h"
 
 namespace parka {
 namespace {

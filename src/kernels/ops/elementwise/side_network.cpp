@@ -1,8 +1,7 @@
-#include "kernels/ops/elementwise/mix.h"
+#include "kernels/ops/elementwise/side_network.h"
 
-#include "kernels/op/check.h"
-#include "kernels/op/cost.h"
-#include "kernels/op/dispatch.h"
+#include "core/error.h"
+#include "kernels/op/define.h"
 #include "kernels/op/workspace.h"
 
 namespace parka {
@@ -41,5 +40,16 @@ OpCost cost_of(const MixBackward& a) {
 int64_t workspace_of(const MixBackward& a) {
   return a.d_c.empty() ? 0 : cuda::mix_backward_workspace_bytes(a.d_out.numel());
 }
+
+void pool_channels(Device& device, const PoolChannels& a) {
+  const int64_t T = a.x.dim[0], C = a.x.dim[1], s = a.out.dim[1];
+  check_tensor("pool_channels", "x", a.x, {T, C}, {DType::kF32, DType::kBF16});
+  check_tensor("pool_channels", "out", a.out, {T, s}, {a.x.dtype});
+  PARKA_REQUIRE(a.group >= 1 && ceil_div(C, a.group) <= s);
+  if (a.out.numel() == 0) return;
+  PARKA_DISPATCH(pool_channels, device, a);
+}
+
+OpCost cost_of(const PoolChannels& a) { return moved(all_bytes(a.x, a.out), a.x); }
 
 }  // namespace parka

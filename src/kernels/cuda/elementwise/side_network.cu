@@ -1,14 +1,13 @@
-#include "kernels/ops/elementwise/mix.h"
+#include "kernels/ops/elementwise/side_network.h"
 
-#include "kernels/cuda/vector.cuh"
-#include "kernels/device/cuda/check.h"
-#include "kernels/device/cuda/cuda_device.h"
+#include "kernels/cuda/launch.cuh"
 #include "kernels/op/workspace.h"
 
-// Tensors are flat: N elements. A block of threads has one piece of kMixPiece elements, so that the sums of pieces
-// are the same on every GPU.
 namespace parka::cuda {
 namespace {
+
+// ---- Mixing: tensors are flat, N elements. A block of threads has one piece of kMixPiece of them, so that the
+// sums of pieces are the same on every GPU ----
 
 constexpr int kMixThreads = 256;
 
@@ -93,10 +92,31 @@ __global__ void __launch_bounds__(kMixThreads)
   *d_c = from_float<G>(__fadd_rn(to_float(*d_c), __fmul_rn(slope, total)));
 }
 
-unsigned mix_blocks(int64_t count) {
-  const int64_t blocks = mix_pieces(count);
-  PARKA_REQUIRE(blocks <= INT32_MAX);
-  return static_cast<unsigned>(blocks);
+// ---- Pooling ----
+
+constexpr int kPoolThreads = 256;
+
+// A thread makes one element of out [T, s] from the group of x [T, C] that it stands for, kWidth elements at a time
+// where groups are whole packs.
+template <int kWidth, typename T>
+__global__ void __launch_bounds__(kPoolThreads)
+    pool_channels_kernel(PoolKind kind, const T* x_TC, T* out_Ts, int64_t group, int64_t cols, int64_t pooled,
+                         int64_t count) {
+  const int64_t at = int64_t{blockIdx.x} * kPoolThreads + threadIdx.x;
+  if (at >= count) return;
+  const int64_t row = at / pooled, first = min(at % pooled * group, cols), last = min(first + group, cols);
+  const T* const x_C = x_TC + row * cols;
+  float largest = first < last ? to_float(x_C[first]) : 0.0f, sum = 0.0f;
+  for (int64_t c = first; c < last; c += kWidth) {
+    const Stored<T, kWidth> x = load_stored<kWidth>(x_C + c);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) {
+      if (x[i] > largest || isnan(x[i])) largest = x[i];
+      sum += x[i];
+    }
+  }
+  const bool is_mean = kind == PoolKind::kAverage && first < last;
+  out_Ts[at] = from_float<T>(is_mean ? __fdiv_rn(sum, static_cast<float>(last - first)) : largest);
 }
 
 }  // namespace
@@ -105,40 +125,44 @@ void mix_forward(Device& device, const MixForward& a) {
   with_plain_type(a.x.dtype, [&](auto type) {
     using T = decltype(type);
     constexpr int kWide = 16 / sizeof(T);
-    const bool wide = is_aligned(a.x.data, 16) && is_aligned(a.residual.data, 16) &&
-                      is_aligned(a.branch.data, 16) && is_aligned(a.out.data, 16) &&
-                      is_aligned(a.difference.data, 16);
-    const auto kernel = wide ? mix_forward_kernel<kWide, T> : mix_forward_kernel<1, T>;
+    const bool wide = are_aligned({a.x.data, a.residual.data, a.branch.data, a.out.data, a.difference.data});
     const int64_t count = a.x.numel();
-    kernel<<<mix_blocks(count), kMixThreads, 0, as_cuda(device).stream()>>>(
-        a.kind, a.c.as<T>(), a.x.as<T>(), a.residual.as<T>(), a.branch.empty() ? nullptr : a.branch.as<T>(),
-        a.out.as<T>(), a.difference.empty() ? nullptr : a.difference.as<T>(), count);
+    launch(as_cuda(device), "mix_forward", wide ? mix_forward_kernel<kWide, T> : mix_forward_kernel<1, T>,
+           {mix_pieces(count), kMixThreads}, a.kind, a.c.as<T>(), a.x.as<T>(), a.residual.as<T>(),
+           optional<T>(a.branch), a.out.as<T>(), optional<T>(a.difference), count);
   });
-  check_launch("mix_forward");
 }
 
 void mix_backward(Device& any_device, const MixBackward& a) {
   CudaDevice& device = as_cuda(any_device);
-  const int64_t count = a.d_out.numel();
+  const int64_t count = a.d_out.numel(), pieces = mix_pieces(count);
   float* const sums_P =
       a.d_c.empty() ? nullptr : static_cast<float*>(device.workspace("mix_backward", workspace_of(a)));
   with_plain_type(a.d_out.dtype, [&](auto type) {
     using T = decltype(type);
     constexpr int kWide = 16 / sizeof(T);
-    const bool wide = is_aligned(a.difference.data, 16) && is_aligned(a.d_out.data, 16) &&
-                      is_aligned(a.d_x.data, 16) && is_aligned(a.d_y.data, 16);
-    const auto kernel = wide ? mix_backward_kernel<kWide, T> : mix_backward_kernel<1, T>;
-    kernel<<<mix_blocks(count), kMixThreads, 0, device.stream()>>>(
-        a.kind, a.c.as<T>(), a.difference.as<T>(), a.d_out.as<T>(), a.d_x.empty() ? nullptr : a.d_x.as<T>(),
-        a.d_y.empty() ? nullptr : a.d_y.as<T>(), sums_P, count);
-    check_launch("mix_backward");
+    const bool wide = are_aligned({a.difference.data, a.d_out.data, a.d_x.data, a.d_y.data});
+    launch(device, "mix_backward", wide ? mix_backward_kernel<kWide, T> : mix_backward_kernel<1, T>,
+           {pieces, kMixThreads}, a.kind, a.c.as<T>(), a.difference.as<T>(), a.d_out.as<T>(), optional<T>(a.d_x),
+           optional<T>(a.d_y), sums_P, count);
     if (sums_P == nullptr) return;
     with_plain_type(a.d_c.dtype, [&](auto sum_type) {
       using G = decltype(sum_type);
-      mix_sum_kernel<T, G>
-          <<<1, kMixThreads, 0, device.stream()>>>(a.kind, a.c.as<T>(), sums_P, mix_pieces(count), a.d_c.as<G>());
+      launch(device, "mix_backward", mix_sum_kernel<T, G>, {1, kMixThreads}, a.kind, a.c.as<T>(), sums_P, pieces,
+             a.d_c.as<G>());
     });
-    check_launch("mix_backward");
+  });
+}
+
+void pool_channels(Device& device, const PoolChannels& a) {
+  const int64_t cols = a.x.dim[1], pooled = a.out.dim[1], count = a.out.numel();
+  with_plain_type(a.x.dtype, [&](auto type) {
+    using T = decltype(type);
+    constexpr int kWide = 16 / sizeof(T);
+    const bool wide = a.group % kWide == 0 && cols % kWide == 0 && is_aligned(a.x.data, 16);
+    launch(as_cuda(device), "pool_channels", wide ? pool_channels_kernel<kWide, T> : pool_channels_kernel<1, T>,
+           {ceil_div(count, kPoolThreads), kPoolThreads}, a.kind, a.x.as<T>(), a.out.as<T>(), a.group, cols, pooled,
+           count);
   });
 }
 
