@@ -78,8 +78,8 @@ class BufferScope {
   TensorId kept(const std::string& name, DType dtype, std::vector<int64_t> dims);
   MatrixId kept(const std::string& name, const Format& format, int64_t rows, int64_t cols,
                 TensorId shared_scale = {});
-  // [T, width] the residual stream as a norm of the block reads it: kept if backward reads it, too. That of a
-  // block's first norm is each block's own with recompute = block, and then all that it keeps.
+  // [T, width] the residual stream as a norm of the block reads it: saved if backward reads it, too. With recompute
+  // = block each block has its own for its first norm, and saves nothing else.
   TensorId residual(const std::string& name, int64_t width, bool is_first_of_block, bool keep);
 
   // The input [T, width] of a linear layer, which its weight gradient reads again: kept if `save`, else workspace

@@ -14,7 +14,7 @@ namespace parka {
 
 // A tensor that a coded weight is stored in.
 struct CodeTensor {
-  std::string_view suffix;  // of its name, behind that of the weight: ".codes"
+  std::string_view suffix;  // of its name, after that of the weight: ".codes"
   TensorView view;
 };
 

@@ -125,7 +125,7 @@ class Model {
   // Starts the sequence of a slot anew with `tokens`; the logits of the token that follows them, fp32 [V].
   std::vector<float> prefill(Device& device, int64_t slot, const std::vector<int32_t>& tokens,
                              const SequenceImages& images = {});
-  // Adds a token to each of some sequences, at the position behind their last; the logits of the tokens that
+  // Adds a token to each of some sequences, at the position after their last; the logits of the tokens that
   // follow, fp32 [next.size(), V].
   struct CachedToken {
     int32_t slot, position, token;

@@ -99,8 +99,8 @@ struct ModelConfig {
            (windowed_rope_theta() != rope_theta || rope_scaling.kind != RopeScalingKind::kNone);
   }
   // The pre-norm of a branch, and whether there is a post-norm.
-  NormKind norm_in_front() const { return norm_placement == NormPlacement::kAfter ? NormKind::kNone : norm; }
-  bool has_norm_behind() const { return norm_placement != NormPlacement::kBefore; }
+  NormKind pre_norm() const { return norm_placement == NormPlacement::kAfter ? NormKind::kNone : norm; }
+  bool has_post_norm() const { return norm_placement != NormPlacement::kBefore; }
   bool is_encoder() const { return block_kind == BlockKind::kEncoder; }
   // Added to the weights of norms before anything is multiplied by them.
   float norm_weight_offset() const { return norm_unit_offset ? 1.0f : 0.0f; }

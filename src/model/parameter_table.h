@@ -82,7 +82,7 @@ class ParameterList {
   // parameters, `layer` and `cols` are those of the layer's weight.
   struct Part {
     const char* target;  // transformers' name
-    int64_t rows;        // behind those of the parts before
+    int64_t rows;        // after those of the parts before
   };
   void add_adapters(const std::string& prefix, const std::string& layer, int64_t cols,
                     std::initializer_list<Part> parts);

@@ -48,7 +48,7 @@ inline int64_t head_copy_rows(int64_t rows) { return ceil_div(rows, 16) * 16; }
 // where the block is used: FP8 codes where GEMMs read nothing else.
 //
 // Weights of the blocks' linear layers may lie in host memory (ParameterInfo::place): a rank's pieces, or what it
-// keeps whole. Where FP8 copies are kept for a whole step, GEMMs read these alone. Otherwise a block's weights are
+// keeps whole. If FP8 copies are kept for a whole step, GEMMs read these alone. Otherwise a block's weights are
 // gathered into the same buffers from the host.
 //
 // Frozen weights may be stored as codes alone (ParameterInfo::base), whole on every rank: in 4 bits (CodedWeights),
@@ -101,24 +101,24 @@ class ModelWeights {
   void stage_coded(Device& device, int index, std::span<const float> values, int64_t first) const {
     coded_.stage(device, static_cast<size_t>(index), values, first);
   }
-  // That buffer, [rows, cols] in the compute format.
+  // The buffer of decoded weights, [rows, cols] in the compute format.
   TensorView coded_buffer(int index) const { return coded_.buffer(static_cast<size_t>(index)); }
   void encode(Device& device, int index) const;
-  // What it is stored in.
+  // The tensors in which it is stored.
   std::vector<CodeTensor> code_tensors(int index) const;
 
   // ---- For those who gather ----
 
-  // What a unit's weights are put together from: `whole` is the pieces of all ranks, one after the other and flat,
-  // or side by side: matrices.
+  // The parts of a unit's weights: `whole` is the pieces of all ranks, one after the other and flat, or side by
+  // side: matrices.
   struct Piece {
     TensorView own, whole;
     bool is_columns = false;
     bool trainable = true;  // of the parameter
   };
   enum class Pass { kForward, kBackward };
-  // Of a unit, in the same order on every rank. Empty if no rank lacks anything. Where backward reads other copies
-  // of a unit that is gathered on use, they are gathered over those of forward, which evaluation reads, too.
+  // The pieces of a unit, in the same order on every rank. Empty if no rank lacks anything. Backward may gather
+  // other copies (transposed) into the same buffer. Evaluation reads those of forward.
   const std::vector<Piece>& pieces(int unit, Pass pass) const {
     const bool differ = pass == Pass::kBackward && has_pieces_for_backward(unit);
     return (differ ? backward_pieces_ : pieces_)[static_cast<size_t>(unit)];
@@ -126,16 +126,15 @@ class ModelWeights {
   bool has_pieces_for_backward(int unit) const {
     return gathers_transposed_ && is_gathered_on_use(unit) && copies_kept_.of_unit(unit) == WeightCopies::kBoth;
   }
-  // Whether weights of the unit are not kept on the device, but have to be gathered before each use, from other
+  // True if weights of the unit are not kept on the device, but have to be gathered before each use, from other
   // ranks or from host memory. Units of one buffer (gather_buffer_of) use the same memory.
   bool is_gathered_on_use(int unit) const { return gathered_unit_[static_cast<size_t>(unit)]; }
-  // What this rank has of a weight in host memory, whole or its piece, and where on the device it is copied to:
-  // both flat.
+  // This rank's part of a weight in host memory, whole or its piece, and its place on the device: both flat.
   struct HostPart {
     TensorView host, device;
   };
-  // Of a unit. Empty where nothing reads a copy in the compute format: where FP8 copies are kept, and ranks have no
-  // updated weights to exchange, or exchange codes.
+  // The parts of a unit. Empty if nothing reads a copy in the compute format: if FP8 copies are kept, and ranks
+  // have no updated weights to exchange, or exchange codes.
   const std::vector<HostPart>& host_parts(int unit) const { return host_parts_[static_cast<size_t>(unit)]; }
   bool has_host_parts() const { return has_host_parts_; }
   // Makes the kept FP8 copies of such weights anew, from the buffers: quantize() leaves them out.
@@ -152,12 +151,12 @@ class ModelWeights {
   struct Copies {
     ScaledView w, w_t;
   };
-  // Where one weight of a block is gathered.
+  // The memory into which one weight of a block is gathered.
   struct Gathered {
     TensorId whole;  // what is gathered: codes, or the compute format
     MatrixId w;      // the FP8 copy: of `whole`, or made from it; invalid for weights that no FP8 GEMM reads
   };
-  // Whether it is what the head multiplies by, in FP8. Every rank has it whole.
+  // True for the head's weight in FP8. Every rank has it whole.
   bool is_fp8_head(size_t i) const { return static_cast<int>(i) == fp8_head_; }
   bool has_copy(size_t i) const {
     return formats_.fp8_gemm &&
@@ -166,7 +165,7 @@ class ModelWeights {
   bool is_of_fp8_tower(size_t i) const {
     return formats_.fp8_tower && parameters_[i].role == ParameterRole::kTowerLinear;
   }
-  // Whether input gradients go through the weight.
+  // True if input gradients go through the weight.
   bool has_input_gradient(size_t i) const {
     return is_of_fp8_tower(i) ? trains_tower_ : parameters_[i].unit >= copies_kept_.first_backward_unit;
   }
@@ -180,7 +179,7 @@ class ModelWeights {
     if (is_fp8_head(i)) return copies_kept_.of_head();
     return copies_kept_.with(has_input_gradient(i));
   }
-  // Of whole weights.
+  // For whole weights.
   bool keeps_rows(size_t i) const {
     if (is_coded(i)) return is_fp8_coded(i);
     return !is_divided(parameters_[i].unit) && copies_of(i) != WeightCopies::kNone;
@@ -189,7 +188,7 @@ class ModelWeights {
     if (is_4bit_coded(i)) return false;
     return !is_divided(parameters_[i].unit) && use_ != WeightUse::kForward && copies_of(i) == WeightCopies::kBoth;
   }
-  // Of this rank's pieces of divided weights.
+  // For this rank's pieces of divided weights.
   bool keeps_piece_codes(int unit) const {
     return gathers_codes() && is_divided(unit) && copies_kept_.of_unit(unit) != WeightCopies::kNone;
   }
@@ -210,7 +209,7 @@ class ModelWeights {
   TensorView source(Device& device, size_t i) const {
     return is_coded(i) ? operand(device, static_cast<int>(i)) : copied(i);
   }
-  // What the kept copies of a whole weight are made of: with the rows of zeros behind the head's.
+  // The source of the kept copies of a whole weight, with the rows of zeros after the head's.
   TensorView copied(size_t i) const;
   void bind_weight(const Arena& arena, size_t i, const TensorView& buffer);
   void bind_copies(const Arena& arena, size_t i);

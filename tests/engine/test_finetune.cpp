@@ -137,7 +137,7 @@ Worst run_against(const Fixture& fixture, const Config& config) {
 
 TEST_CASE("fine-tuning on packed documents follows transformers and PyTorch for 50 steps", "[engine][finetune]") {
   const Fixture fixture =
-      load_fixture(GENERATE("finetune", "finetune_window", "finetune_qk_norm", "finetune_norms_behind"));
+      load_fixture(GENERATE("finetune", "finetune_window", "finetune_qk_norm", "finetune_post_norms"));
   const TemporaryFolder folder;
   Config config = config_of(fixture, folder.path().string(), 50);
   config.training.micro_batch_size = GENERATE(1, 2, 4);

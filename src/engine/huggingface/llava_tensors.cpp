@@ -85,7 +85,7 @@ void add_tower(TensorLister& list, const TowerConfig& tower, const std::string& 
     list.add_vector(prefix + "embeddings.patch_embedding.bias", "vision.patch_embedding_bias");
   }
   list.add(prefix + "embeddings.position_embedding.weight", "vision.positions", 0, tower.num_tokens());
-  if (tower.has_norm_in_front()) list.add_norm(prefix + "pre_layrnorm", "vision.pre_norm");
+  if (tower.has_pre_norm()) list.add_norm(prefix + "pre_layrnorm", "vision.pre_norm");
   for (int64_t l = 0; l < tower.num_blocks(); ++l) {
     add_tower_layer(list, tower, fmt::format("{}{}{}.", prefix, kLayers, l), block_prefix(kVision, l));
   }

@@ -191,7 +191,7 @@ void Attention::project(const StepContext& step, const ScaledView& x, const Tens
   if (!both) {
     qkv_layer_.forward(step, x, qkv);
   } else if (!as_one || step.samples.active()) {
-    // One kernel does not leave the projection, of which samples are taken; it overwrites qkv, and so comes behind.
+    // One kernel does not leave the projection, of which samples are taken; it overwrites qkv, and so comes after.
     gemm(step.device, both->projection);
   }
   const TensorView sample = sample_to_save(step, qkv);

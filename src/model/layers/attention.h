@@ -15,13 +15,13 @@ namespace parka {
 // sequence, both with biases. An inner layer of Branch. The only one that knows q, k and v.
 class Attention {
  public:
-  static constexpr const char *kNormName = "attention_norm", *kNormBehindName = "attention_post_norm";
+  static constexpr const char *kNormName = "attention_norm", *kPostNormName = "attention_post_norm";
   static constexpr PhaseMask kForwardPhase = kForwardAttention;
   static constexpr PhaseMask kRowsPhases = kBackwardAttentionOut, kTransposedPhases = kBackwardAttentionOut;
   static constexpr PhaseMask kLastBackwardPhase = kBackwardQkv;
   static constexpr auto kNormInput = QuantizedTensor::kAttentionNormInput;
   static constexpr auto kNormOutput = QuantizedTensor::kAttentionNormOutput;
-  static constexpr auto kNormBehindInput = QuantizedTensor::kAttentionPostNormInput;
+  static constexpr auto kPostNormInput = QuantizedTensor::kAttentionPostNormInput;
   static constexpr auto kOutputGradient = QuantizedTensor::kAttentionOutGradient;
 
   static void add_parameters(ParameterList& list, const ModelConfig& model, const std::string& prefix,

@@ -7,17 +7,17 @@
 
 namespace parka {
 
-// One half of a block: a norm, and behind it an inner layer, Attention, Swiglu or Mlp, and by model.norm_placement
+// One half of a block: a norm, and after it an inner layer, Attention, Swiglu or Mlp, and by model.norm_placement
 // another norm. The norm of the next branch adds what comes out to the residual stream.
 //
 // An inner layer begins and ends with a Linear. It declares its buffers, runs forward from the norm's output x to
 // `out`, and runs backward from the gradient of `out` to that of x. Its constants say what a branch has to know:
-//   kNormName, kNormBehindName        of the norms in front and behind
+//   kNormName, kPostNormName        of the pre-norm and the post-norm
 //   kForwardPhase                     in which forward runs
 //   kRowsPhases, kTransposedPhases    in which backward reads the gradient of `out`, in rows and transposed
 //   kLastBackwardPhase                in which it reads x again and writes the gradient of x
 // reads_input_again() says whether backward reads x at all.
-//   kNormInput, kNormOutput, kNormBehindInput, kOutputGradient    what telemetry calls the tensors around it
+//   kNormInput, kNormOutput, kPostNormInput, kOutputGradient    what telemetry calls the tensors around it
 template <typename Inner>
 class Branch {
  public:
@@ -25,18 +25,18 @@ class Branch {
   Branch(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table, int64_t block,
          const std::string& prefix)
       : block_(block),
-        norm_(model.norm_in_front(), model, table, prefix + Inner::kNormName),
+        norm_(model.pre_norm(), model, table, prefix + Inner::kNormName),
         inner_(model, precision, table, block, prefix) {
-    if (model.has_norm_behind()) norm_behind_.emplace(model.norm, model, table, prefix + Inner::kNormBehindName);
+    if (model.has_post_norm()) post_norm_.emplace(model.norm, model, table, prefix + Inner::kPostNormName);
   }
 
   // `depth`: how many branches are added to the residual stream up to the end of the block.
   static void add_parameters(ParameterList& list, const ModelConfig& model, const std::string& prefix,
                              double depth) {
-    Norm::add_parameters(list, model.norm_in_front(), model.d_model, prefix + Inner::kNormName);
+    Norm::add_parameters(list, model.pre_norm(), model.d_model, prefix + Inner::kNormName);
     Inner::add_parameters(list, model, prefix, depth);
-    if (model.has_norm_behind()) {
-      Norm::add_parameters(list, model.norm, model.d_model, prefix + Inner::kNormBehindName);
+    if (model.has_post_norm()) {
+      Norm::add_parameters(list, model.norm, model.d_model, prefix + Inner::kPostNormName);
     }
   }
 
@@ -44,23 +44,23 @@ class Branch {
     norm_.declare_in_branch(scope, Inner::kNormName, is_first_of_block, scope.forward(Inner::kForwardPhase),
                             Inner::kLastBackwardPhase, inner_.reads_input_again());
     inner_.declare(scope);
-    if (norm_behind_) norm_behind_->declare_behind(scope, Inner::kNormBehindName);
+    if (post_norm_) post_norm_->declare_for_sum(scope, Inner::kPostNormName);
   }
 
-  // residual() = residual + branch; then the stream's branch is inner(norm(residual())), or the norm behind of
+  // residual() = residual + branch; then the stream's branch is inner(norm(residual())), or the post-norm of
   // that.
   void forward(const StepContext& step, const ResidualStream& stream, const TensorView& residual,
                const TensorView& branch) const {
     norm_.forward(step, residual, branch);
     norm_.sample_input(step, block_, Inner::kNormInput);
     norm_.sample_output(step, block_, Inner::kNormOutput);
-    if (!norm_behind_) {
+    if (!post_norm_) {
       inner_.forward(step, norm_.output(step), stream.branch(step));
       return;
     }
-    inner_.forward(step, norm_.output(step), norm_behind_->sum(step));
-    norm_behind_->forward_behind(step, stream.branch(step));
-    norm_behind_->sample_input(step, block_, Inner::kNormBehindInput);
+    inner_.forward(step, norm_.output(step), post_norm_->sum(step));
+    post_norm_->forward_of_sum(step, stream.branch(step));
+    post_norm_->sample_input(step, block_, Inner::kPostNormInput);
   }
   TensorView residual(const StepContext& step) const { return norm_.sum(step); }
 
@@ -70,8 +70,8 @@ class Branch {
     const TensorView d_residual = stream.d_residual(step), d_norm_output = stream.d_norm_output(step);
     const TensorView d_inner_plain = stream.d_inner_plain(step);
     const GemmInput d_inner = stream.d_inner(step);
-    if (norm_behind_) {
-      norm_behind_->backward(step, d_residual, /*d_residual=*/{}, d_inner_plain, stream.d_inner_codes(step));
+    if (post_norm_) {
+      post_norm_->backward(step, d_residual, /*d_residual=*/{}, d_inner_plain, stream.d_inner_codes(step));
     }
     step.samples.add(step.device, block_, Inner::kOutputGradient, d_inner_plain, d_inner.row);
     inner_.backward(
@@ -84,7 +84,7 @@ class Branch {
   int64_t block_;
   Norm norm_;
   Inner inner_;
-  std::optional<Norm> norm_behind_;
+  std::optional<Norm> post_norm_;
 };
 
 }  // namespace parka

@@ -16,7 +16,7 @@ class ContextExchange {
   // Which slice of the sequences this rank has, 0 to BatchShape::context_size - 1.
   virtual int64_t place() const = 0;
   // out [B, C, n]: block p of each row is what the rank with slice p has as block place() of that row of its `in`,
-  // of the same shape and format. Queued behind the device's work by then, and the device's later work waits for
+  // of the same shape and format. Queued after the device's work by then, and the device's later work waits for
   // it. All C ranks make the same calls in the same order.
   virtual void all_to_all(Device& device, const TensorView& in, const TensorView& out) = 0;
 };

@@ -25,7 +25,7 @@ class Head {
     return logits(step, weight(step), first_row, count);
   }
   int64_t max_rows() const { return chunk_; }
-  // Columns behind the vocabulary, of no meaning: tensor cores want rows at multiples of 16 bytes.
+  // Columns after the vocabulary, of no meaning: tensor cores want rows at multiples of 16 bytes.
   int64_t padding() const { return (kLogitsAlignment - vocab_size_ % kLogitsAlignment) % kLogitsAlignment; }
   // The loss of every token.
   void loss(const StepContext& step) const;

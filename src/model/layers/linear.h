@@ -62,11 +62,11 @@ class Linear {
     int64_t first_row, rows;
     int64_t first_inner;  // column in what all adapters have of [T, rank]
   };
-  // Columns of an adapter in a matrix of out's width, with padding(adapter) columns behind them.
+  // Columns of an adapter in a matrix of out's width, with padding(adapter) columns after them.
   TensorView columns(const TensorView& out, const Adapter& adapter) const;
   int64_t padding(const Adapter& adapter) const { return rows_ - adapter.rows; }
   // x A^T of all adapters, or its gradient without the scale, and an adapter's columns there, with inner_padding()
-  // columns behind them.
+  // columns after them.
   int64_t inner_width() const { return static_cast<int64_t>(adapters_.size()) * rank_; }
   int64_t inner_padding() const { return inner_width() - rank_; }
   TensorView inner(const StepContext& step, TensorId id) const;

@@ -11,12 +11,12 @@ namespace parka {
 // names and phases of Swiglu: a stack has one of the two in all blocks.
 class Mlp {
  public:
-  static constexpr const char *kNormName = Swiglu::kNormName, *kNormBehindName = Swiglu::kNormBehindName;
+  static constexpr const char *kNormName = Swiglu::kNormName, *kPostNormName = Swiglu::kPostNormName;
   static constexpr PhaseMask kForwardPhase = Swiglu::kForwardPhase;
   static constexpr PhaseMask kRowsPhases = Swiglu::kRowsPhases, kTransposedPhases = Swiglu::kTransposedPhases;
   static constexpr PhaseMask kLastBackwardPhase = Swiglu::kLastBackwardPhase;
   static constexpr auto kNormInput = Swiglu::kNormInput, kNormOutput = Swiglu::kNormOutput;
-  static constexpr auto kNormBehindInput = Swiglu::kNormBehindInput, kOutputGradient = Swiglu::kOutputGradient;
+  static constexpr auto kPostNormInput = Swiglu::kPostNormInput, kOutputGradient = Swiglu::kOutputGradient;
 
   static void add_parameters(ParameterList& list, const ModelConfig& model, const std::string& prefix,
                              double depth);

@@ -40,7 +40,7 @@ void Norm::declare_in_branch(BufferScope& scope, const std::string& name, bool i
   output_ = scope.gemm_input(name + ".output", width_, saves_output_, forward, backward, is_read_again);
 }
 
-void Norm::declare_behind(BufferScope& scope, const std::string& name) {
+void Norm::declare_for_sum(BufferScope& scope, const std::string& name) {
   sum_ = scope.formats().norm_input.scaling == Scaling::kNone
              ? scope.kept(name + ".input", scope.compute(), {scope.tokens(), width_})
              : scope.workspace("branch_before_norm", scope.compute(), {scope.tokens(), width_},
@@ -83,7 +83,7 @@ void Norm::forward(const StepContext& step, const TensorView& residual, const Te
       transposed ? step.matrix(output_.transposed, width_, step.num_tokens()) : ScaledView{});
 }
 
-void Norm::forward_behind(const StepContext& step, const TensorView& y) const { run(step, sum(step), {}, y, {}); }
+void Norm::forward_of_sum(const StepContext& step, const TensorView& y) const { run(step, sum(step), {}, y, {}); }
 
 void Norm::run(const StepContext& step, const TensorView& residual, const TensorView& branch, const ScaledView& y,
                const ScaledView& y_t) const {

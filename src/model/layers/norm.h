@@ -20,20 +20,20 @@ class Norm {
   // A norm of another width and epsilon than the model's.
   Norm(NormKind kind, int64_t width, double eps, const ParameterTable& table, const std::string& name);
 
-  // In front of a layer whose first op is a linear layer: it keeps the sum, in FP8 with precision.norm_input, and
+  // Before a layer whose first op is a linear layer: it keeps the sum, in FP8 with precision.norm_input, and
   // that linear layer's input. `forward` and `backward` are the phases in which that is written and read.
   // `is_read_again`: the linear layer has a weight gradient.
   void declare_in_branch(BufferScope& scope, const std::string& name, bool is_first_of_block, PhaseMask forward,
                          PhaseMask backward, bool is_read_again);
-  // Behind such a layer, which writes into sum(). It keeps that, in FP8 with precision.norm_input.
-  void declare_behind(BufferScope& scope, const std::string& name);
+  // After such a layer, which writes into sum(). It keeps that, in FP8 with precision.norm_input.
+  void declare_for_sum(BufferScope& scope, const std::string& name);
   // For layers whose forward and backward are one phase: nothing is saved, and all is in the compute format.
   void declare_in_workspace(BufferScope& scope, const std::string& name, PhaseMask phase);
 
   // sum = residual + branch; an empty branch adds nothing.
   void forward(const StepContext& step, const TensorView& residual, const TensorView& branch) const;
-  // Normalises sum(), after declare_behind(); y [T, d] in the compute format.
-  void forward_behind(const StepContext& step, const TensorView& y) const;
+  // Normalises sum(), after declare_for_sum(); y [T, d] in the compute format.
+  void forward_of_sum(const StepContext& step, const TensorView& y) const;
   TensorView sum(const StepContext& step) const;     // [T, d]
   ScaledView output(const StepContext& step) const;  // [T, d]
   // The output for a weight gradient: what forward kept, or made again.

@@ -2,25 +2,24 @@
 
 namespace parka {
 
-void ResidualStream::declare(BufferScope& scope, int64_t width, const BackwardPhases& phases,
-                             bool has_norms_behind) {
+void ResidualStream::declare(BufferScope& scope, int64_t width, const BackwardPhases& phases, bool has_post_norms) {
   width_ = width;
-  has_norms_behind_ = has_norms_behind;
+  has_post_norms_ = has_post_norms;
   const int64_t tokens = scope.tokens();
   const Format& gradient = scope.formats().gradient;
   branch_ = scope.workspace("branch", scope.compute(), {tokens, width}, scope.forward(kBlockForward) | kHeadNorm);
   if (!scope.has_backward()) return;
   d_residual_ = scope.workspace("d_residual", scope.compute(), {tokens, width}, kBackwardHeadNorm | kBackward);
   const bool is_fp8 = scope.formats().fp8_gemm;
-  // GEMMs that are not FP8 read there what a norm behind has written.
-  const PhaseMask of_inner = has_norms_behind && !is_fp8 ? phases.rows | phases.transposed : PhaseMask{0};
+  // GEMMs that are not FP8 read there what a post-norm has written.
+  const PhaseMask of_inner = has_post_norms && !is_fp8 ? phases.rows | phases.transposed : PhaseMask{0};
   d_norm_output_ = scope.workspace("d_norm_output", scope.compute(), {tokens, width},
                                    kHead | kBackwardHeadNorm | phases.d_norm_output | kBackwardNorm | of_inner);
   if (!is_fp8) return;
   // The backward of the head or of a norm makes it, the next linear layer reads it: in rows for its input gradient,
-  // and transposed for its weight gradient. A norm behind makes it after a block's forward has run again.
+  // and transposed for its weight gradient. A post-norm makes it after a block's forward has run again.
   const PhaseMask made =
-      has_norms_behind ? PhaseMask{kBackwardNorm} : scope.forward(kBackwardHeadNorm | kBackwardNorm);
+      has_post_norms ? PhaseMask{kBackwardNorm} : scope.forward(kBackwardHeadNorm | kBackwardNorm);
   const PhaseMask rows = made | phases.rows;
   const PhaseMask transposed = rows | phases.transposed;
   TensorId scale;
@@ -38,7 +37,7 @@ TensorView ResidualStream::d_residual(const StepContext& step) const { return vi
 TensorView ResidualStream::d_norm_output(const StepContext& step) const { return view(step, d_norm_output_); }
 
 TensorView ResidualStream::d_inner_plain(const StepContext& step) const {
-  return has_norms_behind_ ? d_norm_output(step) : d_residual(step);
+  return has_post_norms_ ? d_norm_output(step) : d_residual(step);
 }
 
 GemmInput ResidualStream::d_inner(const StepContext& step) const {

@@ -13,13 +13,13 @@ class ResidualStream {
   struct BackwardPhases {
     PhaseMask rows, transposed, d_norm_output;
   };
-  // `has_norms_behind`: between an inner layer and the stream is a norm.
-  void declare(BufferScope& scope, int64_t width, const BackwardPhases& phases, bool has_norms_behind);
+  // `has_post_norms`: between an inner layer and the stream is a norm.
+  void declare(BufferScope& scope, int64_t width, const BackwardPhases& phases, bool has_post_norms);
 
   TensorView branch(const StepContext& step) const;      // [T, d] output of a branch, until the next norm adds it
   TensorView d_residual(const StepContext& step) const;  // [T, d] gradient of the residual stream
   TensorView d_norm_output(const StepContext& step) const;  // [T, d] gradient of a norm's output
-  // The gradient of an inner layer's output: d_residual itself, or what the norm behind makes of it.
+  // The gradient of an inner layer's output: d_residual itself, or what the post-norm makes of it.
   TensorView d_inner_plain(const StepContext& step) const;
   // The same as GEMMs read it: in FP8 where they are.
   GemmInput d_inner(const StepContext& step) const;
@@ -27,16 +27,16 @@ class ResidualStream {
   // does so unless the gradient goes through a post-norm first.
   GemmInput d_inner_codes(const StepContext& step) const;
   GemmInput d_residual_codes(const StepContext& step) const {
-    return has_norms_behind_ ? GemmInput{} : d_inner_codes(step);
+    return has_post_norms_ ? GemmInput{} : d_inner_codes(step);
   }
 
  private:
   TensorView view(const StepContext& step, TensorId id) const { return step.tensor(id, step.num_tokens(), width_); }
 
   int64_t width_ = 0;
-  bool has_norms_behind_ = false;
+  bool has_post_norms_ = false;
   TensorId branch_, d_residual_;
-  TensorId d_norm_output_;  // and, at other times, what a norm behind makes of d_residual
+  TensorId d_norm_output_;  // and, at other times, what a post-norm makes of d_residual
   GemmInputIds d_inner_;    // invalid without FP8 GEMMs
 };
 

@@ -48,7 +48,7 @@ Stack::Stack(const ModelConfig& model, const ParameterTable& table, std::string_
                   {.rows = Attention::kRowsPhases | Swiglu::kRowsPhases,
                    .transposed = Attention::kTransposedPhases | Swiglu::kTransposedPhases,
                    .d_norm_output = Attention::kLastBackwardPhase | Swiglu::kLastBackwardPhase},
-                  model.has_norm_behind());
+                  model.has_post_norm());
 }
 
 // Attention adds what comes in to the residual stream, and the second branch adds what attention leaves.

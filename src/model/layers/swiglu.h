@@ -11,13 +11,13 @@ namespace parka {
 // Branch.
 class Swiglu {
  public:
-  static constexpr const char *kNormName = "ffn_norm", *kNormBehindName = "ffn_post_norm";
+  static constexpr const char *kNormName = "ffn_norm", *kPostNormName = "ffn_post_norm";
   static constexpr PhaseMask kForwardPhase = kForwardFfn;
   static constexpr PhaseMask kRowsPhases = kBackwardDown, kTransposedPhases = kBackwardDown | kBackwardSwiglu;
   static constexpr PhaseMask kLastBackwardPhase = kBackwardUpGate;
   static constexpr auto kNormInput = QuantizedTensor::kFfnNormInput;
   static constexpr auto kNormOutput = QuantizedTensor::kFfnNormOutput;
-  static constexpr auto kNormBehindInput = QuantizedTensor::kFfnPostNormInput;
+  static constexpr auto kPostNormInput = QuantizedTensor::kFfnPostNormInput;
   static constexpr auto kOutputGradient = QuantizedTensor::kDownGradient;
 
   static void add_parameters(ParameterList& list, const ModelConfig& model, const std::string& prefix,

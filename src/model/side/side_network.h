@@ -30,7 +30,7 @@ class SideNetwork {
   // Takes its shape from table.side, which exists.
   SideNetwork(const ModelConfig& model, const ParameterTable& table, BufferScope& scope);
 
-  // For each i from 0 to N, where h_i = residual + branch: adds them, and goes on to g_i.
+  // For each i from 0 to N, where h_i = residual + branch: adds them, and continues with g_i.
   void forward(const StepContext& step, int64_t i, TensorView& residual, TensorView& branch) const;
   TensorView frozen_output(const StepContext& step) const { return downs_.back().input(step); }  // h_N
   // hidden [T, d] goes from n to what the logits are made of.
@@ -64,7 +64,7 @@ class SideNetwork {
   int64_t d_model_;     // of the model
   int first_unit_;
   std::vector<TensorId>
-      down_ids_;  // [T, s] what they make. Of h_1 and on forward leaves g_{i-1} - down_i(h_i) there
+      down_ids_;  // [T, s] their outputs. For h_1 and on forward leaves g_{i-1} - down_i(h_i) there
   std::vector<Downsample> downs_;  // of h_0 ... h_N
   Stack stack_;
   Norm norm_;

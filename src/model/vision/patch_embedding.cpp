@@ -25,7 +25,7 @@ void PatchEmbedding::add_parameters(ParameterList& list, const TowerConfig& conf
   const double std = list.initial_std(v, 0);
   if (config.has_class_token()) list.add(kClassToken, 1, v, ParameterRole::kNorm, /*decayed=*/false, std);
   list.add(kPositions, config.num_tokens(), v, ParameterRole::kEmbedding, /*decayed=*/false, std);
-  if (config.has_norm_in_front()) Norm::add_parameters(list, NormKind::kAffineLayerNorm, v, kPreNorm);
+  if (config.has_pre_norm()) Norm::add_parameters(list, NormKind::kAffineLayerNorm, v, kPreNorm);
 }
 
 PatchEmbedding::PatchEmbedding(const TowerConfig& config, const ParameterTable& table, BufferScope& scope)
@@ -35,9 +35,9 @@ PatchEmbedding::PatchEmbedding(const TowerConfig& config, const ParameterTable& 
       class_token_(table.index_of(kClassToken)) {
   const int64_t v = config.width, rows = scope.shape().num_sequences * config.num_patches();
   patches_ = scope.kept("vision.patches", scope.compute(), {rows, config.patch_columns()});
-  if (config.has_norm_in_front()) {
+  if (config.has_pre_norm()) {
     norm_.emplace(NormKind::kAffineLayerNorm, v, config.norm_eps, table, kPreNorm);
-    norm_->declare_behind(scope, kPreNorm);
+    norm_->declare_for_sum(scope, kPreNorm);
   }
   if (!config.has_class_token()) return;
   embedded_ = scope.workspace("vision.embedded", scope.compute(), {rows, v}, kStep);
@@ -59,7 +59,7 @@ void PatchEmbedding::forward(const StepContext& step, const TensorView& pixels, 
                                   .positions = step.weights.plain(positions_),
                                   .class_token = step.weights.plain(class_token_),
                                   .out = sum});
-  if (norm_) norm_->forward_behind(step, out);
+  if (norm_) norm_->forward_of_sum(step, out);
 }
 
 void PatchEmbedding::backward(const StepContext& step, const TensorView& d_out) const {

@@ -53,7 +53,7 @@ Projector::Projector(const ProjectorConfig& config, const TowerConfig& tower, co
   const DType compute = scope.compute();
   if (config.downsamples()) {
     norm_.emplace(NormKind::kAffineLayerNorm, input_width_, kDownsampledNormEps, table, kDownsampledNorm);
-    norm_->declare_behind(scope, kDownsampledNorm);
+    norm_->declare_for_sum(scope, kDownsampledNorm);
     normalized_ = scope.kept("projector.normalized", compute, {T, input_width_});
     if (scope.has_backward()) {
       d_normalized_ = scope.workspace("projector.d_normalized", compute, {T, input_width_}, kStep);
@@ -73,7 +73,7 @@ TensorView Projector::input(const StepContext& step, const TensorView& x) const 
 void Projector::forward(const StepContext& step, const TensorView& x, const TensorView& out) const {
   if (norm_) {
     space_to_channel_forward(step.device, {.x = x, .out = norm_->sum(step), .merge = merge_});
-    norm_->forward_behind(step, view(step, normalized_, input_width_));
+    norm_->forward_of_sum(step, view(step, normalized_, input_width_));
   }
   if (!fc2_) {
     fc1_.forward(step, input(step, x), out);

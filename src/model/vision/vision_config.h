@@ -11,12 +11,12 @@ namespace parka {
 
 enum class TowerKind : uint8_t {
   kNone,    // there is no tower
-  kClip,    // a class token at index 0, a LayerNorm in front of the blocks, no bias of the patch embedding
+  kClip,    // a class token at index 0, a LayerNorm before the blocks, no bias of the patch embedding
   kSiglip,  // none of these, but that bias
 };
 
 // A vision transformer, and which of its hidden states is what a language model sees. Hidden state 0 is the input
-// of the first block, l the output of block l - 1; nothing behind the one that is selected is ever computed.
+// of the first block, l the output of block l - 1; nothing after the one that is selected is ever computed.
 struct TowerConfig {
   TowerKind kind = TowerKind::kClip;
   int64_t width = 1024;
@@ -34,9 +34,9 @@ struct TowerConfig {
   bool keeps_class_token = false;  // in what is handed on; kClip only
 
   bool has_class_token() const { return kind == TowerKind::kClip; }
-  bool has_norm_in_front() const { return kind == TowerKind::kClip; }
+  bool has_pre_norm() const { return kind == TowerKind::kClip; }
   bool has_patch_bias() const { return kind == TowerKind::kSiglip; }
-  // Pixels behind the last whole patch are left out.
+  // Pixels after the last whole patch are left out.
   int64_t grid() const { return image_size / patch_size; }
   int64_t num_patches() const { return grid() * grid(); }
   // Rows of an image in the blocks, and in what is handed on.
@@ -50,7 +50,7 @@ struct TowerConfig {
   int64_t num_blocks() const {
     const int64_t blocks = feature_layer < 0 ? num_layers + 1 + feature_layer : feature_layer;
     if (blocks < 1 || blocks > num_layers) {
-      throw_bad_input("a vision tower of {} layers has no hidden state {} behind a block; name one of 1 to {}",
+      throw_bad_input("a vision tower of {} layers has no hidden state {} after a block; name one of 1 to {}",
                       num_layers, feature_layer, num_layers);
     }
     return blocks;
@@ -94,13 +94,12 @@ struct VisionConfig {
   template <typename Visitor>
   void fields(Visitor& visit) {
     constexpr IntegerRange dimension{1, kMaxDimension};
-    visit(
-        "tower", tower.kind,
-        "none: a model of text alone; clip: a class token, a LayerNorm in front of the blocks; siglip: neither, but "
-        "a bias of the patch embedding. The other keys' defaults are those of CLIP ViT-L/14-336",
-        kModelField);
+    visit("tower", tower.kind,
+          "none: a model of text alone; clip: a class token, a LayerNorm before the blocks; siglip: neither, but "
+          "a bias of the patch embedding. The other keys' defaults are those of CLIP ViT-L/14-336",
+          kModelField);
     visit("width", tower.width, "Width of the tower's residual stream", dimension, kModelField);
-    visit("num_layers", tower.num_layers, "Blocks of the whole tower; those behind feature_layer are left out",
+    visit("num_layers", tower.num_layers, "Blocks of the whole tower; those after feature_layer are left out",
           IntegerRange{1, 10000}, kModelField);
     visit("num_heads", tower.num_heads, "Attention heads of the tower, a divisor of width", dimension, kModelField);
     visit("d_ffn", tower.d_ffn, "Inner width of the tower's MLPs", dimension, kModelField);

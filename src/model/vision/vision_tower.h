@@ -11,20 +11,20 @@ inline constexpr std::string_view kVision = "vision.";
 // The config of a tower's stack.
 ModelConfig tower_stack(const TowerConfig& config);
 
-// The number formats of a tower in a model of this precision, and the rows that they want behind those of
+// The number formats of a tower in a model of this precision, and the rows that they want after those of
 // `num_images`: sums over rows, of weight gradients, want multiples where they are FP8.
 PrecisionConfig tower_precision(const PrecisionConfig& precision);
 int64_t tower_padding(const TowerConfig& config, const PrecisionConfig& tower_precision, int64_t num_images);
 
-// A vision transformer up to the hidden state that is selected: a patch embedding, and behind it a stack of blocks.
-// Its steps have a sequence for each image, of TowerConfig::num_tokens() rows, and tower_padding() rows behind
+// A vision transformer up to the hidden state that is selected: a patch embedding, and after it a stack of blocks.
+// Its steps have a sequence for each image, of TowerConfig::num_tokens() rows, and tower_padding() rows after
 // them.
 class VisionTower {
  public:
   // Into the unit at hand.
   static void add_parameters(ParameterList& list, const TowerConfig& config);
 
-  // The scope is of tower_precision(), and of num_tokens() rows for each image with tower_padding() behind them.
+  // The scope is of tower_precision(), and of num_tokens() rows for each image with tower_padding() after them.
   // Its steps have no hooks: who has the tower tells them.
   VisionTower(const TowerConfig& config, const ParameterTable& table, BufferScope& scope);
 
