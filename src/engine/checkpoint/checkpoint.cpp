@@ -103,7 +103,7 @@ std::vector<CheckpointInfo> list_together(const std::string& folder, Communicato
   return checkpoints;
 }
 
-// What identifies a checkpoint: a checksum of those of all its bytes. Through a cache of a network file system
+// The identity of a checkpoint: a checksum of those of all its bytes. Through a cache of a network file system
 // ranks might see different saves of one step.
 std::string identity_of(const Manifest& manifest) {
   const json identity = {

@@ -70,10 +70,10 @@ struct SaveOptions {
   // waits for other ranks, before the checkpoint gets its name and before anything is removed. After it has thrown,
   // the save changes nothing.
   std::function<void()> check_folder = {};
-  // Of several ranks: asked again and again by one that waits for others. True ends the save with Error(kIo):
+  // With several ranks, asked again and again by one that waits for others. True ends the save with Error(kIo):
   // another rank has failed, and may have no place to say so, if its disk is full or its folder out of reach.
   std::function<bool()> is_given_up = {};
-  // Of rank 0: called when everything is on disk, just before the checkpoint gets its name.
+  // Called on rank 0 when everything is on disk, just before the checkpoint gets its name.
   std::function<void()> before_publish = {};
   SaveGroup group = {};
 };
@@ -135,7 +135,7 @@ class LoadedCheckpoint {
 
   // Null: it needs no other.
   const LoadedCheckpoint* base() const { return base_.get(); }
-  // From here on `names`, tensors of `base`, are among this checkpoint's, behind its own.
+  // From here on `names`, tensors of `base`, are among this checkpoint's, after its own.
   void set_base(std::shared_ptr<const LoadedCheckpoint> base, const std::vector<std::string>& names);
 
   // Passes the elements that `ranges` name to `callback`, in pieces of at most kMaxPieceBytes, in the order of the
@@ -145,7 +145,7 @@ class LoadedCheckpoint {
   static constexpr int64_t kMaxPieceBytes = 16 << 20;
   using RangeCallback = std::function<void(const SafetensorsEntry& tensor, int64_t first_element, ByteSpan bytes)>;
   void read_ranges(const std::vector<TensorRange>& ranges, const RangeCallback& callback) const;
-  // Those of one range of a tensor, into `bytes`, of that size.
+  // Reads one range of a tensor into `bytes`, of that size.
   void read_elements(const SafetensorsEntry& tensor, ElementRange range, std::span<std::byte> bytes) const;
   // The whole tensor.
   std::vector<std::byte> read(const SafetensorsEntry& tensor) const;

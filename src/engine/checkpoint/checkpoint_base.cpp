@@ -24,7 +24,7 @@ namespace {
 
 std::string manifest_path(const std::string& path) { return path + "/" + std::string(kManifestName); }
 
-// Of names, sizes and checksums of its files: what else a manifest has, where a model was imported from for
+// Covers names, sizes and checksums of its files: the rest of a manifest, where a model was imported from for
 // example, makes no other weights.
 std::string weights_checksum(const std::string& path) {
   Checksum checksum;
@@ -48,8 +48,8 @@ fs::path run_of(const std::string& checkpoint) {
   return run_folder_of(own).empty() ? own : own.parent_path();
 }
 
-// Where the base lies: where it lay, and when both have moved together as it lay from the run, or beside the run by
-// its name.
+// The places where the base may lie: its old one, and if both have moved together the same place relative to the
+// run, or beside the run by its name.
 std::vector<std::string> usual_places(const std::string& checkpoint, const Described& base) {
   const fs::path run = run_of(checkpoint), named = plain(base.path);
   const fs::path within = run_folder_of(named).empty() ? "" : named.parent_path().filename();
@@ -95,7 +95,7 @@ std::optional<std::string> first_same(const std::vector<std::string>& found, con
   return same == found.end() ? std::nullopt : std::optional(*same);
 }
 
-// What describe_base() has left in a state; nothing where it is damaged.
+// The description that describe_base() has left in a state; nothing if it is damaged.
 std::optional<Described> described_in(const nlohmann::json& state) {
   const nlohmann::json& base = state.at(kBaseKey);
   const auto is_text = [&](const char* key) { return base.contains(key) && base.at(key).is_string(); };

@@ -20,7 +20,7 @@ nlohmann::json describe_base(const LoadedCheckpoint& base, const std::string& ru
 // is not found.
 std::string find_base(const std::string& checkpoint, const nlohmann::json& state);
 
-// Whether the checkpoint's weights are in part in another one.
+// True if the checkpoint's weights are in part in another one.
 bool has_base(const LoadedCheckpoint& checkpoint);
 
 // Makes the base's weights those of the checkpoint too, if it has a base: checkpoint.base(). It is looked for where

@@ -39,8 +39,8 @@ std::vector<std::vector<const HostTensor*>> split_into_shards(const std::vector<
   return shards;
 }
 
-// Threads of their own, which write files while the pool of parallel_for computes. Where the system grants no more
-// threads those that there are write them all.
+// Threads of their own, which write files while the pool of parallel_for computes. If the system grants no more
+// threads, those that there are write them all.
 class Writers {
  public:
   Writers(int num_threads, size_t num_files) : num_threads_(num_threads), num_files_(num_files) {}

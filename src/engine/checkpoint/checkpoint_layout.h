@@ -16,7 +16,7 @@
 //     manifest.json           everything else, and a checksum of every file, of itself too
 //   step_00000200.tmp/        being written, or left by a run that died: never loaded
 //     attempt_<id>/           what becomes step_00000200 when several ranks save it together
-//     attempt_<id>.ranks/     how they agree: see checkpoint_meeting.h
+//     attempt_<id>.ranks/     how they agree: see save_barrier.h
 //   step_00000100.old/        complete; displaced while step 100 is saved again, loaded where its successor is
 //                             missing
 //   step_00000100.delete/     being removed: never loaded

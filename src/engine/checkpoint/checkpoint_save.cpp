@@ -12,7 +12,7 @@
 #include "engine/checkpoint/checkpoint_files.h"
 #include "engine/checkpoint/checkpoint_index.h"
 #include "engine/checkpoint/checkpoint_layout.h"
-#include "engine/checkpoint/checkpoint_meeting.h"
+#include "engine/checkpoint/save_barrier.h"
 #include "engine/files/file_io.h"
 
 namespace parka {
@@ -20,7 +20,7 @@ namespace {
 
 namespace fs = std::filesystem;
 
-// What the other ranks wait for must not be a checkpoint that cannot be loaded.
+// The other ranks must not wait for a checkpoint that cannot be loaded.
 int64_t count_tensors(const std::string& folder, const std::vector<Manifest::File>& files) {
   std::vector<CheckpointFile> opened;
   opened.reserve(files.size());
@@ -38,32 +38,32 @@ int64_t count_tensors(const std::string& folder, const std::vector<Manifest::Fil
   }
 }
 
-// Runs a rank's part of a save. What it throws the other ranks get to know.
+// Runs a rank's part of a save. The other ranks get to know what it throws.
 template <typename Action>
-void take_part(SaveMeeting& meeting, Action action) {
+void take_part(SaveBarrier& barrier, Action action) {
   try {
     action();
   } catch (const Error& e) {
-    meeting.leave_failure(e.what(), e.code());
+    barrier.leave_failure(e.what(), e.code());
     throw;
   } catch (const std::exception& e) {
-    meeting.leave_failure(e.what(), ExitCode::kInternal);
+    barrier.leave_failure(e.what(), ExitCode::kInternal);
     throw;
   }
 }
 
 // Writes a rank's tensors into the draft that rank 0 made.
-std::vector<Manifest::File> write_part(SaveMeeting& meeting, ObservedFiles& files,
+std::vector<Manifest::File> write_part(SaveBarrier& barrier, ObservedFiles& files,
                                        const CheckpointContents& contents, const SaveOptions& options) {
   check_names_unique(contents.tensors);
   const auto name_of = [&](size_t index) { return rank_shard_name(options.group.rank, index); };
   auto written =
-      write_shards(files, meeting.attempt_path(), contents.tensors, options, name_of, [&] { meeting.check(); });
-  files.sync_directory(meeting.attempt_path());
+      write_shards(files, barrier.attempt_path(), contents.tensors, options, name_of, [&] { barrier.check(); });
+  files.sync_directory(barrier.attempt_path());
   return written;
 }
 
-// Of rank 0 or of the only one: writes the checkpoint and has all that was there before in its hands.
+// Writes the checkpoint on rank 0 or the only one, and has all that was there before in its hands.
 class CheckpointWriter {
  public:
   CheckpointWriter(const std::string& folder, const CheckpointContents& contents, const SaveOptions& options)
@@ -93,17 +93,17 @@ class CheckpointWriter {
 
   void save_with_others() {
     begin();
-    SaveMeeting meeting(options_, files_, folder_, final_, draft_);
+    SaveBarrier barrier(options_, files_, folder_, final_, draft_);
     try {
-      take_part(meeting, [&] {
+      take_part(barrier, [&] {
         restore_displaced();
         files_.remove(draft_);
-        write_draft_with_others(meeting);
-        publish(meeting.attempt_path());
+        write_draft_with_others(barrier);
+        publish(barrier.attempt_path());
         tell_saved();
       });
     } catch (...) {
-      meeting.wait_until_others_left();
+      barrier.wait_until_others_left();
       undo();
       throw;
     }
@@ -179,17 +179,17 @@ class CheckpointWriter {
     complete_draft(draft_, manifest);
   }
 
-  void write_draft_with_others(SaveMeeting& meeting) {
+  void write_draft_with_others(SaveBarrier& barrier) {
     files_.make_directory(draft_);
-    meeting.open();
-    meeting.leave_files(write_part(meeting, files_, contents_, options_));
+    barrier.open();
+    barrier.leave_files(write_part(barrier, files_, contents_, options_));
     Manifest manifest{.step = contents_.step,
                       .state = contents_.state,
-                      .files = meeting.wait_for_files(),
+                      .files = barrier.wait_for_files(),
                       .num_ranks = options_.group.size,
                       .attempt = options_.group.id};
-    manifest.num_tensors = count_tensors(meeting.attempt_path(), manifest.files);
-    complete_draft(meeting.attempt_path(), manifest);
+    manifest.num_tensors = count_tensors(barrier.attempt_path(), manifest.files);
+    complete_draft(barrier.attempt_path(), manifest);
   }
 
   void complete_draft(const std::string& draft, const Manifest& manifest) {
@@ -274,17 +274,17 @@ class CheckpointWriter {
 void save_part(const std::string& folder, const CheckpointContents& contents, const SaveOptions& options) {
   if (options.check_folder) options.check_folder();
   ObservedFiles files(options);
-  SaveMeeting meeting(options, files, folder, step_folder_path(folder, contents.step),
+  SaveBarrier barrier(options, files, folder, step_folder_path(folder, contents.step),
                       step_folder_path(folder, contents.step, StepFolderKind::kTemporary));
-  take_part(meeting, [&] {
-    meeting.wait_until_open();
+  take_part(barrier, [&] {
+    barrier.wait_until_open();
     try {
-      meeting.leave_files(write_part(meeting, files, contents, options));
+      barrier.leave_files(write_part(barrier, files, contents, options));
     } catch (const Error&) {
-      meeting.check();  // where the save was given up its folder is gone: that is no news
+      barrier.check();  // where the save was given up its folder is gone: that is no news
       throw;
     }
-    meeting.wait_until_complete();
+    barrier.wait_until_complete();
   });
 }
 

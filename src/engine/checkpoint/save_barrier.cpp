@@ -1,4 +1,4 @@
-#include "engine/checkpoint/checkpoint_meeting.h"
+#include "engine/checkpoint/save_barrier.h"
 
 #include <algorithm>
 #include <filesystem>
@@ -48,7 +48,7 @@ Error read_failed_note(const std::string& path, int rank) {
 
 }  // namespace
 
-SaveMeeting::SaveMeeting(const SaveOptions& options, ObservedFiles& files, std::string folder,
+SaveBarrier::SaveBarrier(const SaveOptions& options, ObservedFiles& files, std::string folder,
                          std::string final_path, std::string draft)
     : group_(options.group),
       check_folder_(options.check_folder),
@@ -62,15 +62,15 @@ SaveMeeting::SaveMeeting(const SaveOptions& options, ObservedFiles& files, std::
       ranks_path_(attempt_path_ + ".ranks"),
       farewell_(std::min(kFarewell, group_.timeout)) {}
 
-std::string SaveMeeting::path_of(int rank, std::string_view state) const {
+std::string SaveBarrier::path_of(int rank, std::string_view state) const {
   return (fs::path(ranks_path_) / note_name(rank, state)).string();
 }
 
-void SaveMeeting::check_folder() const {
+void SaveBarrier::check_folder() const {
   if (check_folder_) check_folder_();
 }
 
-bool SaveMeeting::poll(milliseconds patience, const std::function<bool()>& finished) const {
+bool SaveBarrier::poll(milliseconds patience, const std::function<bool()>& finished) const {
   const auto deadline = steady_clock::now() + patience;
   for (;;) {
     check_folder();
@@ -83,12 +83,12 @@ bool SaveMeeting::poll(milliseconds patience, const std::function<bool()>& finis
   }
 }
 
-bool SaveMeeting::is_attempt_there() const {
+bool SaveBarrier::is_attempt_there() const {
   const std::vector<std::string> names = list_names(draft_);
   return std::find(names.begin(), names.end(), attempt_name_) != names.end();
 }
 
-bool SaveMeeting::is_complete() const {
+bool SaveBarrier::is_complete() const {
   list_names(folder_);  // for what a network file system has cached of it
   try {
     return read_manifest_alone(final_path_).attempt == group_.id;
@@ -97,7 +97,7 @@ bool SaveMeeting::is_complete() const {
   }
 }
 
-void SaveMeeting::check_failures(const std::vector<std::string>& names) {
+void SaveBarrier::check_failures(const std::vector<std::string>& names) {
   const std::set<std::string_view> present(names.begin(), names.end());
   for (int rank = 0; rank < group_.size; ++rank) {
     if (!present.contains(note_name(rank, kFailed))) continue;
@@ -106,13 +106,13 @@ void SaveMeeting::check_failures(const std::vector<std::string>& names) {
   }
 }
 
-void SaveMeeting::throw_given_up() {
+void SaveBarrier::throw_given_up() {
   failure_of_other_ =
       Error(ExitCode::kIo, fmt::format("{}: rank 0 has given up this save; its own message says why", final_path_));
   throw Error(*failure_of_other_);
 }
 
-void SaveMeeting::throw_missing() {
+void SaveBarrier::throw_missing() {
   const std::vector<std::string> names = list_names(ranks_path_);
   const std::set<std::string_view> present(names.begin(), names.end());
   std::vector<int> missing;
@@ -124,18 +124,18 @@ void SaveMeeting::throw_missing() {
            fmt::join(missing, ", "), std::chrono::duration<double>(group_.timeout).count());
 }
 
-void SaveMeeting::check() {
+void SaveBarrier::check() {
   check_folder();
   check_failures(list_names(ranks_path_));
   if (!is_attempt_there()) throw_given_up();
 }
 
-void SaveMeeting::open() {
+void SaveBarrier::open() {
   files_.make_directory(ranks_path_);
   files_.make_directory(attempt_path_);
 }
 
-std::vector<Manifest::File> SaveMeeting::wait_for_files() {
+std::vector<Manifest::File> SaveBarrier::wait_for_files() {
   std::vector<std::optional<std::vector<Manifest::File>>> by_rank(static_cast<size_t>(group_.size));
   const bool all = poll(group_.timeout, [&] {
     const std::vector<std::string> names = list_names(ranks_path_);
@@ -155,7 +155,7 @@ std::vector<Manifest::File> SaveMeeting::wait_for_files() {
   return files;
 }
 
-void SaveMeeting::wait_until_others_left() noexcept {
+void SaveBarrier::wait_until_others_left() noexcept {
   try {
     poll(farewell_, [&] {
       const std::vector<std::string> names = list_names(ranks_path_);
@@ -171,7 +171,7 @@ void SaveMeeting::wait_until_others_left() noexcept {
   }
 }
 
-void SaveMeeting::wait_until_open() {
+void SaveBarrier::wait_until_open() {
   const bool open = poll(group_.timeout, [&] {
     check_failures(list_names(ranks_path_));
     return is_attempt_there();
@@ -182,13 +182,13 @@ void SaveMeeting::wait_until_open() {
   }
 }
 
-void SaveMeeting::leave_files(const std::vector<Manifest::File>& files) {
+void SaveBarrier::leave_files(const std::vector<Manifest::File>& files) {
   const std::string path = path_of(group_.rank, kDone);
   files_.write_text(path + ".tmp", encode_files(files).dump(2) + "\n");
   files_.rename(path + ".tmp", path);
 }
 
-void SaveMeeting::wait_until_complete() {
+void SaveBarrier::wait_until_complete() {
   // Longer than rank 0 waits for files, so that what it says on whom it waited for arrives.
   const bool ended = poll(group_.timeout + farewell_, [&] {
     check_failures(list_names(ranks_path_));
@@ -199,7 +199,7 @@ void SaveMeeting::wait_until_complete() {
   sync_directory(folder_);  // rank 0 may be about to
 }
 
-void SaveMeeting::leave_failure(const std::string& message, ExitCode code) noexcept {
+void SaveBarrier::leave_failure(const std::string& message, ExitCode code) noexcept {
   const std::string path = path_of(group_.rank, kFailed);
   try {
     check_folder();

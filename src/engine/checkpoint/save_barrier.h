@@ -20,11 +20,11 @@
 // An id is used once, so a rank of an earlier save writes only into folders that no longer exist.
 namespace parka {
 
-class SaveMeeting {
+class SaveBarrier {
  public:
   // `final_path` is the step's folder and `draft` its draft, in run folder `folder`. A waiting rank also calls
   // options.check_folder and is_given_up.
-  SaveMeeting(const SaveOptions& options, ObservedFiles& files, std::string folder, std::string final_path,
+  SaveBarrier(const SaveOptions& options, ObservedFiles& files, std::string folder, std::string final_path,
               std::string draft);
 
   // The folder in which the files of the checkpoint are written.
