@@ -514,7 +514,7 @@ int run(int argc, char** argv) {
   if (rank == nullptr) rank = std::getenv("RANK");
   launch_options.local_ranks = static_cast<int>(number_of(options, "--ranks", 1));
   StartTimes& start = launch_options.start;
-  start.meeting = number_of(options, "meeting_seconds", start.meeting);
+  start.rendezvous = number_of(options, "rendezvous_seconds", start.rendezvous);
   start.agreement = number_of(options, "agreement_seconds", start.agreement);
   start.notice = number_of(options, "notice_seconds", start.notice);
   launch_options.version = text_of(options, std::string("version") + (rank ? rank : ""), "1.0");

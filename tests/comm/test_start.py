@@ -125,18 +125,18 @@ class StartTest(RanksTest):
 
     def test_ranks_that_do_not_come(self):
         """Each says whom it has waited for."""
-        meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+        rendezvous = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
         for rank, message in ((0, r"^error: of 3 ranks these have not come to rank 0, TCP port \d+, within 1 s: 1 2; "),
                               (2, r"^error: rank 2 of 3 cannot reach rank 0 at localhost, TCP port \d+, within 1 s: ")):
-            result = subprocess.run([PROGRAM, "alone", "meeting_seconds=1"], capture_output=True, text=True, timeout=60,
-                                    env=alone(RANK=str(rank), **meeting))
+            result = subprocess.run([PROGRAM, "alone", "rendezvous_seconds=1"], capture_output=True, text=True, timeout=60,
+                                    env=alone(RANK=str(rank), **rendezvous))
             self.assertEqual(result.returncode, 2, result.stderr)
             self.assertRegex(result.stderr, message)
 
     def test_a_start_says_for_whom_it_waits(self):
         """Soon, once, where and for how long."""
-        meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
-        refusing = {**meeting, "RANK": "2", "MASTER_PORT": str(free_port())}
+        rendezvous = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost"}
+        refusing = {**rendezvous, "RANK": "2", "MASTER_PORT": str(free_port())}
         with socket.create_server(("localhost", 0)) as closing, socket.create_server(("localhost", 0)) as silent:
             Thread(target=greet_nobody, args=(closing,), daemon=True).start()
             cases = {"missing ranks": ({**refusing, "RANK": "0", "MASTER_PORT": str(free_port())}, r"port {}\b.* 1 2:"),
@@ -146,7 +146,7 @@ class StartTest(RanksTest):
                                                             r"rank 0 at localhost, TCP port {} \(.*answers"),
                      "a port where nobody speaks": ({**refusing, "MASTER_PORT": str(silent.getsockname()[1])},
                                                     r"rank 0 at localhost, TCP port {} \(.*answers")}
-            waiting = {case: subprocess.Popen([PROGRAM, "alone", "meeting_seconds=2", "notice_seconds=0.3"], stderr=subprocess.PIPE,
+            waiting = {case: subprocess.Popen([PROGRAM, "alone", "rendezvous_seconds=2", "notice_seconds=0.3"], stderr=subprocess.PIPE,
                                               text=True, env=alone(**variables)) for case, (variables, _) in cases.items()}
             for case, process in waiting.items():
                 with self.subTest(case):
@@ -173,9 +173,9 @@ class StartTest(RanksTest):
 
     def test_rank_0_that_hangs_once_others_have_come(self):
         with socket.create_server(("localhost", 0)) as rank_0:
-            meeting = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(rank_0.getsockname()[1])}
-            with subprocess.Popen([PROGRAM, "alone", "meeting_seconds=0.5", "agreement_seconds=0.5", "notice_seconds=0.3"],
-                                  stderr=subprocess.PIPE, text=True, env=alone(**meeting)) as rank:
+            rendezvous = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(rank_0.getsockname()[1])}
+            with subprocess.Popen([PROGRAM, "alone", "rendezvous_seconds=0.5", "agreement_seconds=0.5", "notice_seconds=0.3"],
+                                  stderr=subprocess.PIPE, text=True, env=alone(**rendezvous)) as rank:
                 connection, _ = rank_0.accept()
                 connection.recv(100)
                 connection.sendall(b"welcome\n")
@@ -186,7 +186,7 @@ class StartTest(RanksTest):
     @unittest.skipUnless(starters.STARTER == "mpirun", "is about MPI")
     def test_mpi_that_does_not_come_back(self):
         """A rank is another command, or hangs before it is there, or behind MPI_Init."""
-        ours = [PROGRAM, "alone", "meeting_seconds=3", "notice_seconds=0.5"]
+        ours = [PROGRAM, "alone", "rendezvous_seconds=3", "notice_seconds=0.5"]
         silent = [*starters.command(1, [PROGRAM, "alone", "agreement_seconds=3", "notice_seconds=0.5"]), ":", "-np", "1", PROGRAM, "silent"]
         commands = {"rank 1 says nothing": silent, "another command": [*starters.command(1, ours), ":", "-np", "1", "true"],
                     "rank 1 is stopped": starters.command(2, [*ours, "stopped=1"]),
@@ -205,10 +205,10 @@ class StartTest(RanksTest):
     def test_a_second_process_of_a_rank(self):
         """It is refused by name, and the run goes on without it. One whose process has ended may come again."""
         port = free_port()
-        meeting = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        rendezvous = {"WORLD_SIZE": "3", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
 
         def start(rank):
-            process = subprocess.Popen([PROGRAM, "alone"], stderr=subprocess.PIPE, text=True, env=alone(RANK=str(rank), **meeting))
+            process = subprocess.Popen([PROGRAM, "alone"], stderr=subprocess.PIPE, text=True, env=alone(RANK=str(rank), **rendezvous))
             self.addCleanup(process.kill)
             return process
 
@@ -239,8 +239,8 @@ class StartTest(RanksTest):
         time.sleep(0.1)  # rank 1 has stopped by now
         os.kill(int(ranks[1]), signal.SIGCONT)
         self.assertEqual(run.wait(60), 0)
-        meeting = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
-        for started in ({}, {**meeting, "WORLD_SIZE": "2"}):
+        rendezvous = {"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+        for started in ({}, {**rendezvous, "WORLD_SIZE": "2"}):
             runs = [subprocess.Popen([PROGRAM, "drill", "--ranks=2"], stderr=subprocess.PIPE, text=True, env=alone(**started))]
             if started:
                 runs.append(subprocess.Popen([PROGRAM, "drill", "--ranks=2"], stderr=subprocess.PIPE, text=True,
@@ -264,23 +264,23 @@ class StartTest(RanksTest):
                 self.assertIn("ulimit -Hn", result.stderr)
 
     def test_an_address_that_nobody_knows(self):
-        meeting = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no host", "MASTER_PORT": "29500"}
-        result = subprocess.run([PROGRAM, "alone", "meeting_seconds=1"], capture_output=True, text=True, timeout=60,
-                                env=alone(**meeting))
+        rendezvous = {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "no host", "MASTER_PORT": "29500"}
+        result = subprocess.run([PROGRAM, "alone", "rendezvous_seconds=1"], capture_output=True, text=True, timeout=60,
+                                env=alone(**rendezvous))
         self.assertEqual(result.returncode, 2, result.stderr)
         self.assertRegex(result.stderr, r"^error: rank 1 of 2 cannot find rank 0 at no host: .+, for 1 s; name rank 0's host ")
 
     def test_a_stranger_is_no_rank(self):
         """Who comes to rank 0's port without the word of this run is sent away."""
         port = free_port()
-        meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-        ranks = [subprocess.Popen([PROGRAM, "alone"], stderr=subprocess.PIPE, text=True, env=alone(RANK="0", **meeting))]
+        rendezvous = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+        ranks = [subprocess.Popen([PROGRAM, "alone"], stderr=subprocess.PIPE, text=True, env=alone(RANK="0", **rendezvous))]
         self.addCleanup(ranks[0].kill)
         for greeting in (b"GET / HTTP/1.1\n", b"parka/// 1\n"):
             with connected(port) as stranger:
                 stranger.sendall(greeting)
                 self.assertEqual(stranger.recv(100), b"")
-        ranks.append(subprocess.Popen([PROGRAM, "alone"], stderr=subprocess.PIPE, text=True, env=alone(RANK="1", **meeting)))
+        ranks.append(subprocess.Popen([PROGRAM, "alone"], stderr=subprocess.PIPE, text=True, env=alone(RANK="1", **rendezvous)))
         for number, rank in enumerate(ranks):
             _, errors = rank.communicate(timeout=60)
             self.assertEqual((rank.returncode, errors), (0, f"rank {number} of 2\n"))
@@ -292,15 +292,15 @@ class StartTest(RanksTest):
             with open(secret, "w", encoding="ascii") as file:
                 file.write("0123456789abcdef\n")
             port = free_port()
-            meeting = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
-            first = subprocess.run([PROGRAM, "alone", "meeting_seconds=0.1"], stderr=subprocess.PIPE, text=True, timeout=60,
-                                   env=alone(RANK="1", **meeting, PARKA_RENDEZVOUS_SECRET_FILE=secret))
+            rendezvous = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
+            first = subprocess.run([PROGRAM, "alone", "rendezvous_seconds=0.1"], stderr=subprocess.PIPE, text=True, timeout=60,
+                                   env=alone(RANK="1", **rendezvous, PARKA_RENDEZVOUS_SECRET_FILE=secret))
             if "without libsodium" in first.stderr:
                 self.skipTest("built without libsodium")
 
             def start(rank, *options, **variables):
                 process = subprocess.Popen([PROGRAM, "alone", *options], stderr=subprocess.PIPE, text=True,
-                                           env=alone(RANK=str(rank), **meeting, **variables))
+                                           env=alone(RANK=str(rank), **rendezvous, **variables))
                 self.addCleanup(process.kill)
                 return process
 
@@ -318,13 +318,13 @@ class StartTest(RanksTest):
                     answer = stranger.makefile("rb").readline().split()
                     stranger.sendall(answer[2] + b"\n")
                     self.assertEqual(stranger.recv(100), b"")
-                without = start(1, "meeting_seconds=0.5", "notice_seconds=9")
+                without = start(1, "rendezvous_seconds=0.5", "notice_seconds=9")
                 self.assertIn("PARKA_RENDEZVOUS_SECRET_FILE", without.communicate(timeout=60)[1])
                 self.assertEqual(without.returncode, 2)
                 other = os.path.join(folder, "other")
                 with open(other, "w", encoding="ascii") as file:
                     file.write("another secret of ours")
-                wrong = start(1, "meeting_seconds=0.5", "notice_seconds=9", PARKA_RENDEZVOUS_SECRET_FILE=other)
+                wrong = start(1, "rendezvous_seconds=0.5", "notice_seconds=9", PARKA_RENDEZVOUS_SECRET_FILE=other)
                 self.assertIn("PARKA_RENDEZVOUS_SECRET_FILE", wrong.communicate(timeout=60)[1])
                 self.assertEqual(wrong.returncode, 2)
                 rank_1 = start(1, PARKA_RENDEZVOUS_SECRET_FILE=secret)
@@ -333,7 +333,7 @@ class StartTest(RanksTest):
             with self.subTest("a false rank 0"), socket.create_server(("localhost", port)) as false:
                 said = []
                 Thread(target=pretend, args=(false, said), daemon=True).start()
-                rank_1 = start(1, "meeting_seconds=0.5", "notice_seconds=9", PARKA_RENDEZVOUS_SECRET_FILE=secret)
+                rank_1 = start(1, "rendezvous_seconds=0.5", "notice_seconds=9", PARKA_RENDEZVOUS_SECRET_FILE=secret)
                 self.assertIn("PARKA_RENDEZVOUS_SECRET_FILE", rank_1.communicate(timeout=60)[1])
                 self.assertEqual(rank_1.returncode, 2)
                 for lines in said:

@@ -11,7 +11,7 @@
 #include "comm/communicator.h"
 #include "comm/launch/launch_checks.h"
 #include "comm/launch/local_ranks.h"
-#include "comm/launch/meeting.h"
+#include "comm/launch/rendezvous.h"
 #include "comm/launch/secret.h"
 #include "comm/launch/tcp_transport.h"
 #include "comm/mpi_transport.h"
@@ -29,7 +29,7 @@ std::string host_name() {
   return name.data();
 }
 
-// Of many ranks that wait two speak: if one of them is the one that hangs, the other does.
+// Two of many waiting ranks speak: if one of them is the one that hangs, the other does.
 WaitTimes wait_times(int rank, double limit, double notice) { return {limit, rank < 2 ? notice : limit}; }
 
 std::unique_ptr<Transport> join_mpi(const LaunchedAs& launched, const StartTimes& times) {
@@ -40,7 +40,7 @@ std::unique_ptr<Transport> join_mpi(const LaunchedAs& launched, const StartTimes
         launched.variable, launched.size);
   }
   std::unique_ptr<Transport> transport =
-      join_over_mpi(launched.rank, wait_times(launched.rank, times.meeting, times.notice));
+      join_over_mpi(launched.rank, wait_times(launched.rank, times.rendezvous, times.notice));
   if (launched.rank < transport->size() && (launched.size == 0 || launched.size == transport->size()))
     return transport;
   // Every process says so: nobody else may be there.
@@ -51,9 +51,9 @@ std::unique_ptr<Transport> join_mpi(const LaunchedAs& launched, const StartTimes
 }
 
 // Every process of the launcher has become as many ranks as `local` says.
-std::unique_ptr<Transport> meet(const LaunchedAs& launched, LocalRank local, const StartTimes& times) {
+std::unique_ptr<Transport> join_ranks(const LaunchedAs& launched, LocalRank local, const StartTimes& times) {
   const int rank = launched.rank * local.size + local.rank, size = launched.size * local.size;
-  MeetingPlace place;
+  RendezvousPlace place;
   if (launched.over == LaunchedAs::Over::kTcp) {
     place.addresses = {launched.address};
     place.port = launched.port;
@@ -68,7 +68,7 @@ std::unique_ptr<Transport> meet(const LaunchedAs& launched, LocalRank local, con
     place.listener = std::move(local.listener);
   }
   // Ranks of one process have the same trouble: one speaks.
-  return join_over_tcp(place, rank, size, {times.meeting, local.rank == 0 ? times.notice : times.meeting});
+  return join_over_tcp(place, rank, size, {times.rendezvous, local.rank == 0 ? times.notice : times.rendezvous});
 }
 
 // mpirun and srun do; torchrun and Kubernetes look at the code of each process.
@@ -84,7 +84,7 @@ Launch::Launch(const LaunchOptions& options, const LaunchedAs& launched, LocalRa
     transport_ = join_mpi(launched, options.start);
   } else if (launched.size * local.size > 1) {
     if (launched.over == LaunchedAs::Over::kNone) reach_ = Reach::kThisHost;
-    transport_ = meet(launched, std::move(local), options.start);
+    transport_ = join_ranks(launched, std::move(local), options.start);
   } else {
     agreement_ = make_single_communicator();
     return;
@@ -97,7 +97,7 @@ Launch::Launch(const LaunchOptions& options, const LaunchedAs& launched, LocalRa
 void Launch::join(const LaunchOptions& options) {
   const StartTimes& times = options.start;
   // Rank 0 has met all others; another rank may have met rank 0 long before.
-  const double limit = times.agreement + (rank_ == 0 ? 0 : times.meeting);
+  const double limit = times.agreement + (rank_ == 0 ? 0 : times.rendezvous);
   const WaitTimes wait = wait_times(rank_, limit, times.notice);
   transport_->limit_waits(&wait);
   hosts_ = agreement_->gather_text(host_name());

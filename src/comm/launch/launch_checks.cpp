@@ -16,7 +16,7 @@ constexpr size_t kShownCharacters = 120;  // of a line in a message
 
 using Environment = std::function<const char*(const char*)>;
 
-// As messages show it.
+// The form of messages.
 std::string shown(const Environment& variable, const char* name) {
   const char* const text = variable(name);
   return text == nullptr ? "not set" : *text == '\0' ? "empty" : text;
@@ -62,7 +62,7 @@ std::string one_word(std::string text) {
   return text;
 }
 
-// Of rank `rank_name` of `size_name` processes, who find each other `over` something.
+// For rank `rank_name` of `size_name` processes, which find each other `over` something.
 LaunchedAs counted_by(const Environment& variable, LaunchedAs::Over over, const char* size_name,
                       const char* rank_name) {
   const LaunchedAs launched{.over = over,
@@ -133,7 +133,7 @@ LaunchedAs named_by_slurm(const Environment& variable) {
   return launched;
 }
 
-// Of one process among several that have only been numbered within their host.
+// Refuses one process among several that have only been numbered within their host.
 void refuse_numbered_alone(const Environment& variable) {
   if (number_in(variable, "LOCAL_RANK", 0) == 0 && number_in(variable, "LOCAL_WORLD_SIZE", 1) == 1) return;
   throw_bad_input(
@@ -183,7 +183,7 @@ LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, 
 std::string idle_in_job(const std::function<const char*(const char*)>& variable, int ranks) {
   if (variable("SLURM_STEP_NUM_TASKS") != nullptr) return "";  // srun has started just this
   constexpr const char* kAdvice = "start the run with srun --mpi=none, or on one host with --gpus or --ranks";
-  // Of each pair one name is older.
+  // One name of each pair is older.
   for (const char* name : {"SLURM_NTASKS", "SLURM_NPROCS"}) {
     const int tasks = number_in(variable, name, 0);
     if (tasks > ranks) {

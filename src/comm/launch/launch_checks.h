@@ -7,7 +7,7 @@
 // comes to the same conclusion. Nothing here waits or looks at the machine.
 namespace parka {
 
-// What a launcher (mpirun, srun, torchrun, Kubernetes) says in the environment of the processes that it starts.
+// The words of a launcher (mpirun, srun, torchrun, Kubernetes) in the environment of the processes that it starts.
 struct LaunchedAs {
   enum class Over { kNone, kMpi, kTcp };  // how the processes find each other
   Over over = Over::kNone;
@@ -19,13 +19,13 @@ struct LaunchedAs {
   int port = 0;
   std::string token = {};
 };
-// `variable(name)` returns its value or nullptr, as getenv does. Of several launchers mpirun counts first, then
+// `variable(name)` returns its value or nullptr, as getenv does. Among several launchers mpirun counts first, then
 // RANK, WORLD_SIZE and MASTER_ADDR, then Slurm; processes of srun use MPI if `has_mpi` and Slurm has prepared it.
 // Throws Error(kBadInput) if the variables contradict each other, or say only that there are several processes.
 LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, bool has_mpi);
 
-// What a run of `ranks` ranks, which no launcher has started, leaves idle of its batch job, and what to do; empty:
-// nothing.
+// Says what a run of `ranks` ranks, which no launcher has started, leaves idle of its batch job, and what to do;
+// empty: nothing.
 std::string idle_in_job(const std::function<const char*(const char*)>& variable, int ranks);
 // The same of the GPUs that its only rank sees.
 std::string idle_gpus(int ranks, int num_visible);

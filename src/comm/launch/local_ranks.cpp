@@ -15,7 +15,7 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
-#include "comm/launch/meeting.h"
+#include "comm/launch/rendezvous.h"
 #include "core/error.h"
 #include "core/log/log.h"
 

@@ -18,7 +18,7 @@ struct WatchdogTimes {
   double connect = 30;   // at the start, for all ranks to connect to rank 0
 };
 
-// What a rank reports about itself with every heartbeat.
+// A rank's report about itself with every heartbeat.
 struct RankReport {
   int64_t step = 0;
   uint64_t calls = 0;  // of heartbeat()
@@ -39,7 +39,7 @@ struct Verdict {
   std::string message;  // what that rank threw, or "rank 1 (node2, pid 4242) died, last heard of in step 12"
 };
 
-// What rank 0 knows about all ranks, and what it concludes. Time is in seconds of any steady clock. Has no thread
+// Rank 0's knowledge of all ranks, and its conclusions. Time is in seconds of any steady clock. Has no thread
 // and no network.
 class RollCall {
  public:

@@ -16,9 +16,9 @@ struct WaitTimes {
 
 // In seconds.
 struct StartTimes {
-  double meeting = 300;   // until all ranks must be there
-  double agreement = 60;  // that a rank may take from then on until the watchdog watches over it
-  double notice = 5;      // see WaitTimes
+  double rendezvous = 300;  // until all ranks must be there
+  double agreement = 60;    // that a rank may take from then on until the watchdog watches over it
+  double notice = 5;        // see WaitTimes
 };
 
 // Says for whom a start waits, for those who wait in a loop of short rounds.

@@ -13,7 +13,7 @@
 #include <sys/socket.h>
 #include <unistd.h>
 
-#include "comm/launch/meeting.h"
+#include "comm/launch/rendezvous.h"
 #include "core/error.h"
 
 namespace parka {
@@ -249,7 +249,7 @@ double TcpTransport::max(double value) {
   return largest;
 }
 
-std::unique_ptr<LineSocket> reach_rank_0(const MeetingPlace& place, int rank, int size, const WaitTimes& times) {
+std::unique_ptr<LineSocket> reach_rank_0(const RendezvousPlace& place, int rank, int size, const WaitTimes& times) {
   const RankAddress to{.rank = 0,
                        .addresses = place.addresses,
                        .port = place.port,
@@ -274,7 +274,7 @@ std::unique_ptr<LineSocket> reach_rank_0(const MeetingPlace& place, int rank, in
 
 }  // namespace
 
-std::unique_ptr<Transport> join_over_tcp(const MeetingPlace& place, int rank, int size, const WaitTimes& times) {
+std::unique_ptr<Transport> join_over_tcp(const RendezvousPlace& place, int rank, int size, const WaitTimes& times) {
   std::vector<std::unique_ptr<LineSocket>> connections(static_cast<size_t>(size));
   if (rank != 0) {
     connections[0] = reach_rank_0(place, rank, size, times);

@@ -6,7 +6,7 @@
 
 #include <unistd.h>
 
-#include "comm/launch/meeting.h"
+#include "comm/launch/rendezvous.h"
 #include "comm/launch/watch_thread.h"
 #include "core/heartbeat.h"
 

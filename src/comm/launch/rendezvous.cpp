@@ -1,4 +1,4 @@
-#include "comm/launch/meeting.h"
+#include "comm/launch/rendezvous.h"
 
 #include <algorithm>
 #include <array>
