@@ -61,7 +61,7 @@ void print_rules(const std::string& name, const Tensors& tensors, bool are_bf16)
   print_row("gradients of up and gate, E5M2: bf16 first?", name, gradient);
 }
 
-// Gradients of q, k and v, of which backward has no more when the block is behind it.
+// Gradients of q, k and v, of which backward has no more when the block is after it.
 class GradientReader : public UnitHooks {
  public:
   explicit GradientReader(const RestoredModel& model) : model_(model) {}

@@ -7,14 +7,14 @@
 #include "engine/evaluation/inference_run.h"
 #include "model/precision_recipe.h"
 
-// Prints how far the residual stream is from that of bf16 behind every block, for several ways of scaling: figure
+// Prints how far the residual stream is from that of bf16 after every block, for several ways of scaling: figure
 // 4a of COAT's paper (arXiv 2410.19313), as a Markdown table.
 namespace {
 
 using namespace parka;
 using namespace parka::bench;
 
-using Streams = std::vector<std::vector<float>>;  // behind each block, [T * d]
+using Streams = std::vector<std::vector<float>>;  // after each block, [T * d]
 
 // Copies what a block leaves: the stream, and the branch that is still to be added to it.
 class StreamReader : public UnitHooks {
@@ -23,7 +23,7 @@ class StreamReader : public UnitHooks {
       : model_(model), keeps_norm_inputs_(keeps_norm_inputs) {}
 
   void before_forward(Device& device, int unit) override {
-    if (unit < 2) return;  // of the embedding, and of the first block: nothing is behind a block
+    if (unit < 2) return;  // of the embedding, and of the first block: nothing is after a block
     const std::string kept = block_prefix(kDecoder, unit - 2) + "ffn_norm.input";
     std::vector<float> sum = as_floats(device, tensor(keeps_norm_inputs_ ? kept : "residual"));
     const std::vector<float> branch = as_floats(device, tensor("branch"));
@@ -92,7 +92,7 @@ void print_all(const std::string& path) {
   }
   const Streams exact = streams_with(*device, checkpoint, config, precision_recipe(Recipe::kBf16));
   fmt::print(
-      "rms of the residual stream's difference from bf16 over its own rms behind each block, in %; step {}.\n\n",
+      "rms of the residual stream's difference from bf16 over its own rms after each block, in %; step {}.\n\n",
       checkpoint.step());
   fmt::print("| what is FP8 |");
   for (size_t l = 1; l <= exact.size(); ++l) fmt::print(" {} |", l);

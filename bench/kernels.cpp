@@ -7,7 +7,7 @@
 //   bench_kernels amax                  what the maximum of a matrix costs, in a pass of its own and on the way
 // One line of JSON per op: median, least and most time of many runs over several sets of tensors, so that no cache
 // holds what is read, and the time of a plain copy of as many bytes, which shows what a short kernel's start and
-// tail take. Matrix products, but for the head's and adapters', are timed by `parka tune` and `parka bench`.
+// tail take. GEMMs, but for the head's and adapters', are timed by `parka tune` and `parka bench`.
 #include <algorithm>
 #include <cstdio>
 #include <memory>
@@ -203,7 +203,7 @@ void bench_bias(Bench& bench, const ModelShape& m) {
       bias_backward);
 }
 
-// What a rank that shares sequences with another one copies before and behind their exchange.
+// What a rank that shares sequences with another one copies before and after their exchange.
 void bench_context_heads(Bench& bench, const ModelShape& m) {
   constexpr int64_t kRanks = 2;
   for (const int64_t kv_heads : {m.heads, int64_t{0}}) {

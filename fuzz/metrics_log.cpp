@@ -5,7 +5,7 @@
 using namespace parka;
 using namespace parka::fuzz;
 
-// The metrics that a dead run left, which the one that goes on cuts back.
+// The metrics that a dead run left, which the one that resumes cuts back.
 FUZZ_TARGET(metrics_log) {
   constexpr int64_t kStep = 5;
   const std::string path = folder() / "metrics.jsonl";

@@ -26,7 +26,7 @@ inline constexpr int kNumPeers = 4;
 // same sizes, also those of groups. If a rank does not, the others wait, and the watchdog (comm/launch/watchdog.h)
 // names it.
 //
-// Collectives on tensors are queued in order, behind the work that the device has queued by then. The device's
+// Collectives on tensors are queued in order, after the work that the device has queued by then. The device's
 // later work overlaps with them until it wait()s. On the CPU they are done when the call returns. Reducing the same
 // values over the same number of ranks gives the same bits. Collectives cannot be part of what Device::replay()
 // records.

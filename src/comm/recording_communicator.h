@@ -23,7 +23,7 @@ struct RecordedCollective {
 
 // The device's later work waits for a collective...
 struct RecordedWait {
-  uint64_t newer;  // ... behind which so many others are queued
+  uint64_t newer;  // ... after which so many others are queued
 
   bool operator==(const RecordedWait&) const = default;
 };

@@ -6,7 +6,7 @@
 #include "core/host_device.h"
 
 // The 4-bit formats of bitsandbytes. A code stands for a fraction of the largest magnitude of its block. Two codes
-// lie in a byte, the first in the high half; behind an odd number of elements the low half holds the code of zero.
+// lie in a byte, the first in the high half; after an odd number of elements the low half holds the code of zero.
 namespace parka {
 
 // kNf4: quantiles of the normal distribution, in rising order. kFp4: a sign in bit 3, and in the others one of

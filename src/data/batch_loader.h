@@ -37,12 +37,12 @@ struct BatchLoaderOptions {
   int64_t micro_batch = 1;           // sequences per MicroBatch
   int64_t rank = 0;
   int64_t world_size = 1;
-  // Of each sequence a rank may take a slice alone: the one at place slice_rank of num_slices, which divides the
+  // A rank may take only a slice of each sequence: the one at place slice_rank of num_slices, which divides the
   // sequence length. Ranks with the same `rank` then share its sequences, and world_size counts their groups.
   int64_t slice_rank = 0;
   int64_t num_slices = 1;
   int64_t prefetch = 1;  // micro-batches kept ready
-  // Of data with images: for how many of each sequence there is room. MicroBatch::images is padded to micro_batch
+  // The room for images of each sequence, in data with images. MicroBatch::images is padded to micro_batch
   // times as many.
   int64_t images_per_sequence = 0;
   // Any position, also one that is not a multiple of global_batch: a run may change its batch size on resuming.
@@ -58,12 +58,12 @@ struct MicroBatch {
   int64_t num_targets = 0;
   int64_t step_targets = 0;  // of all micro-batches of this rank in the same global batch
   DataPosition start;        // of the global batch that it is part of
-  // Where to resume if the run stops after this micro-batch: for the last one of a global batch the position past
-  // that batch, for the others the position at which the batch starts (an unfinished step is done again).
+  // The position to resume at if the run stops after this micro-batch: for the last one of a global batch the one
+  // past that batch, for the others the position at which the batch starts (an unfinished step is done again).
   DataPosition after;
 };
 
-// Of each of some rows of `row_length` the numbers of one of `num_slices` equal slices, one after the other.
+// Cuts rows of `row_length` into `num_slices` equal slices, and returns one slice of each row, one after the other.
 std::vector<int32_t> slices_of(const std::vector<int32_t>& rows, int64_t row_length, int64_t slice,
                                int64_t num_slices);
 // How many are not kIgnoreTarget.
@@ -99,7 +99,7 @@ class BatchLoader {
   void wait_for(size_t count, std::unique_lock<std::mutex>& lock);
   void read_ahead();
   void read_batches();
-  // Of the micro-batch with this index: everything but the images, and the sequences of its rows.
+  // For the micro-batch with this index, everything but the images, and the sequences of its rows.
   struct Rows {
     MicroBatch batch;
     std::vector<int64_t> sequences;

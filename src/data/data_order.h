@@ -117,7 +117,7 @@ class DataOrder {
   DataOrder(const std::vector<int64_t>& source_sequences, int64_t seed, bool shuffle,
             const std::vector<double>& weights);
 
-  // Where the next whole global batch starts, see SampleOrder::batch_start; in a mixture always at `position`.
+  // The start of the next whole global batch, see SampleOrder::batch_start; in a mixture always `position`.
   DataPosition batch_start(DataPosition position, int64_t global_batch) const;
 
   // The sequence at entry `entry` of the batch at `start`. Fast if the entries of consecutive calls increase.

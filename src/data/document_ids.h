@@ -19,7 +19,7 @@ class DocumentFinder {
  public:
   explicit DocumentFinder(const DocumentIds& ids) : ids_(ids) {}
 
-  // Whether the next token begins a document. The first always does.
+  // True if the next token begins a document. The first always does.
   bool begins(int64_t id) {
     const bool is_both = ids_.start == ids_.end && id == ids_.start;
     const bool begins = place_ == Place::kFirst || place_ == Place::kBehindEnd || (id == ids_.start && !is_both) ||

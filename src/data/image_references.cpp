@@ -15,7 +15,7 @@ constexpr std::string_view kReferencesMagic = "PARKAIMG";
 constexpr size_t kReferencesHeaderBytes = 64;
 constexpr size_t kChecksumBytes = 8;  // at the end: XXH3-64 of all before
 
-// What begins the file, little-endian; zeros fill the header.
+// The beginning of the file, little-endian; zeros fill the header.
 struct ReferencesHeader {
   char magic[8];
   uint32_t version, token, slots, height, width, zero;

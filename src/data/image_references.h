@@ -8,7 +8,7 @@
 
 namespace parka {
 
-// What a model makes of images in its sequences.
+// A model's rules for images in its sequences.
 struct ImageRules {
   int64_t token = -1;  // the id of image slots in token files; -1: there are no images
   int64_t slots = 0;   // tokens for each image
@@ -32,16 +32,16 @@ static_assert(sizeof(ImageReference) == 32);
 // same name with .images added (docs/vision.md). All references are kept, 32 bytes each.
 class ImageReferences {
  public:
-  // Of the token file `token_path` with so many tokens. Throws Error(kBadInput), naming the file, if it is missing,
-  // damaged or contradicts itself, the token file or `rules`.
+  // For the token file `token_path` with so many tokens. Throws Error(kBadInput), naming the file, if it is
+  // missing, damaged or contradicts itself, the token file or `rules`.
   ImageReferences(const std::string& token_path, int64_t num_tokens, const ImageRules& rules);
   static std::string path_of(const std::string& token_path) { return token_path + ".images"; }
-  // What the file of references says of itself, to look at data without a model. Throws as the constructor does.
+  // The rules in the file of references, to look at data without a model. Throws as the constructor does.
   static ImageRules rules_of(const std::string& token_path);
 
   const ReadOnlyFile& file() const { return file_; }
   const std::vector<ImageReference>& all() const { return references_; }
-  // Those with a slot among `count` tokens from `first` on, in order.
+  // The references with a slot among `count` tokens from `first` on, in order.
   std::span<const ImageReference> among(int64_t first, int64_t count) const;
 
  private:

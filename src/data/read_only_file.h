@@ -52,7 +52,7 @@ using FileId = std::pair<uint64_t, uint64_t>;
 // nullopt if there is none at `path`, as far as can be known.
 std::optional<FileId> file_id(const std::string& path);
 
-// Whether something exists at `path`, as far as can be known; false for a path that cannot exist.
+// True if something exists at `path`, as far as can be known; false for a path that cannot exist.
 bool file_exists(const std::string& path);
 
 }  // namespace parka

@@ -188,7 +188,7 @@ Format format_of(const ReadOnlyFile& file, std::string_view head) {
   return {};
 }
 
-// Whether characters in UTF-8 are whole, but for those that a page cuts.
+// True if characters in UTF-8 are whole, but for those that a page cuts.
 bool is_utf8(std::string_view page) {
   const auto is_inside = [](char byte) { return (static_cast<uint8_t>(byte) & 0xc0) == 0x80; };
   size_t i = 0;
@@ -231,7 +231,7 @@ double decode_half(uint16_t bits) {
   return exponent >= 31 ? -1 : std::ldexp(1024 + fraction, exponent - 25);
 }
 
-// Whether all numbers are whole as `decode` reads them, and are not all alike. Ids, as integers, are then 0 or
+// True if all numbers are whole as `decode` reads them, and are not all alike. Ids, as integers, are then 0 or
 // rare.
 template <typename Word, typename Decode>
 bool are_whole(const std::vector<std::string>& pages, const Decode& decode) {
@@ -257,7 +257,7 @@ bool are_floats(const std::vector<std::string>& pages) {
          are_whole<uint64_t>(pages, [](uint64_t bits) { return std::bit_cast<double>(bits); });
 }
 
-// Whether the bytes are marks of a mask, and not ids: those have large numbers nowhere but in their lower bytes.
+// True if the bytes are marks of a mask, and not ids: those have large numbers nowhere but in their lower bytes.
 // Such ids as a byte of 1 behind another makes are no vocabulary.
 bool are_marks(const std::vector<std::string>& pages, TokenType type) {
   constexpr size_t kLeast = 32;
@@ -275,8 +275,8 @@ bool are_marks(const std::vector<std::string>& pages, TokenType type) {
   return bytes >= kLeast && has_upper && ids.size() >= 3;
 }
 
-// Whether the two bytes of ids of 16 bits are of one distribution, which is not even: then each is an id. Of text
-// in a larger vocabulary the lower one has all values alike, and of a smaller one the upper one is 0.
+// True if the two bytes of ids of 16 bits are of one distribution, which is not even: then each is an id. For text
+// in a larger vocabulary the lower one has all values alike, and in a smaller one the upper one is 0.
 bool are_bytes(const std::vector<std::string>& pages, TokenType type) {
   constexpr double kLeast = 1024, kMostValues = 224;
   std::array<int64_t, 256> lower{}, upper{};  // how often each byte is there

@@ -8,7 +8,7 @@ namespace parka {
 
 enum class TokenType : uint8_t;
 
-// Where a file is looked at to tell what it holds: at a few pages, from its beginning to its end, each of which
+// The pages of a file that are looked at to tell what it holds: a few, from its beginning to its end, each of which
 // begins at a multiple of 16 bytes. They are the whole of a small file.
 struct FilePage {
   int64_t offset, bytes;

@@ -14,7 +14,7 @@ namespace {
 
 static_assert(std::endian::native == std::endian::little, "token files are little-endian and are read as they are");
 
-// What Megatron's MMapIndexedDataset writes at the start of an index: magic, version (uint64), type of an id
+// The start of an index of Megatron's MMapIndexedDataset: magic, version (uint64), type of an id
 // (uint8), sequences and document marks (uint64 each). Then follow the length of each sequence (int32), the byte in
 // .bin at which each begins (int64), and the sequences that documents begin with (int64), the number of sequences
 // last.

@@ -56,7 +56,7 @@ class TokenFile {
   // a sum of marks.
   void read_marks(int64_t first, int64_t count, uint8_t* out) const;
 
-  // Whether the file itself says where documents begin, without looking at ids: Megatron's do.
+  // True if the file itself says where documents begin, without looking at ids: Megatron's do.
   bool has_document_index() const { return index_.has_value(); }
   // The tokens that documents begin with, in order: 8 bytes of memory for each. Throws Error(kBadInput) for an
   // index that contradicts itself.

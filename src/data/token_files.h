@@ -17,7 +17,7 @@ struct ExampleRules {
   DocumentIds document_ids = {};    // where none is given, documents begin where Megatron's index or the mask says
   ImageRules images = {};           // their slots are never targets
 
-  // Whether index or mask, and not ids, say where documents begin.
+  // True if index or mask, and not ids, say where documents begin.
   bool finds_marked_documents() const { return separate_documents && !document_ids.any(); }
   bool operator==(const ExampleRules&) const = default;
 };
@@ -46,7 +46,7 @@ class TokenFiles {
   // The sequences of each source, which follow each other.
   const std::vector<int64_t>& source_sequences() const { return source_sequences_; }
   const ExampleRules& rules() const { return rules_; }
-  // Whether sequences differ in their number of targets.
+  // True if sequences differ in their number of targets.
   bool targets_vary() const { return rules_.loss_mask || rules_.separate_documents || rules_.images.any(); }
 
   // Writes the sequence_length() ids of sequence `sequence` to `out`. Threads may read at the same time. Throws

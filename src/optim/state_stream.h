@@ -46,7 +46,7 @@ class StateStream {
               int64_t part_elements);
 
   // Before the updates of a step: parameters will be updated in this order, which may leave some out. Begins to
-  // load them, behind the work that the device has queued by now. From here to end() nobody else may write what is
+  // load them, after the work that the device has queued by now. From here to end() nobody else may write what is
   // in host memory.
   void begin(const std::vector<size_t>& order);
   // Calls `queue` for the parts of parameter i, one after another, to queue what updates elements `first` and

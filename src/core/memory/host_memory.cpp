@@ -16,7 +16,7 @@ std::string text_of(const std::string& path) {
   return text.str();
 }
 
-// The number behind `name` in lines of "NAME NUMBER ...".
+// The number after `name` in lines of "NAME NUMBER ...".
 std::optional<int64_t> number_after(const std::string& text, const std::string& name) {
   std::istringstream lines(text);
   for (std::string line; std::getline(lines, line);) {

@@ -21,7 +21,7 @@
 namespace parka {
 namespace {
 
-// The rate that an op is judged by: FLOP/s for matrix products and attention, bytes per second for the others.
+// The rate that an op is judged by: FLOP/s for GEMMs and attention, bytes per second for the others.
 bool is_matrix_bound(const OpSummary& op) { return op.cost.flop > 0; }
 double rate_of(const OpSummary& op) {
   const double work = is_matrix_bound(op) ? op.cost.flop : op.cost.bytes;

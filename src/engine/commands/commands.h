@@ -87,7 +87,7 @@ struct ImportOptions {
   std::string folder;                       // of a Hugging Face model, or of peft's adapters
   std::string base = {};                    // the checkpoint that adapters belong to
   std::string vision_tower = {};            // folder of a tower that the language model gets
-  std::optional<int64_t> image_token = {};  // the id of image slots then; none: the first behind the vocabulary
+  std::optional<int64_t> image_token = {};  // the id of image slots then; none: the first after the vocabulary
   std::string output;
 };
 int run_import(const ImportOptions& options);
@@ -124,7 +124,7 @@ struct TuneOptions {
   std::string config_path;
   std::vector<std::string> overrides;
   std::string output;
-  int64_t candidates = 64;  // per matrix product
+  int64_t candidates = 64;  // per GEMM
   double seconds = 150;     // of measuring, at most
 };
 int run_tune(const TuneOptions& options);

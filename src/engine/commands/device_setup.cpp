@@ -39,7 +39,7 @@ RunGemmsOptions run_gemms_options(const Config& config, const std::string& confi
           .steps = std::max<int64_t>(0, config.training.steps - done),
           .tune =
               [&device](const std::vector<RecordedProduct>& products) {
-                log_info("tuning {} matrix products, once, for up to {:.0f} s (device.gemm_tuning=off: never)",
+                log_info("tuning {} GEMMs, once, for up to {:.0f} s (device.gemm_tuning=off: never)",
                          products.size(), kRunTuningSeconds);
                 return tune_products(device, products,
                                      {.max_candidates = 32, .rounds = 2, .budget_seconds = kRunTuningSeconds});
@@ -152,7 +152,7 @@ DecidedGemms decide_gemms(const Config& config, const std::string& config_path, 
     if (other == own || !config.device.gemm_tuning_is_auto()) continue;
     return {.line = fmt::format("GEMM algorithms: cuBLASLt's first choices, for ranks have {} and {}", own, other)};
   }
-  heartbeat("tuning matrix products");
+  heartbeat("tuning GEMMs");
   nlohmann::json decision;
   if (launch.rank() == 0) {
     const RunGemms gemms =

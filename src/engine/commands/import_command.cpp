@@ -316,7 +316,7 @@ class Importer {
     return values;
   }
 
-  // With zeros behind each row; of a patch embedding, which is small.
+  // With zeros after each row; of a patch embedding, which is small.
   void copy_rows(const Target::Source& source, int64_t columns, DType dtype, OutputFile& file) const {
     const SafetensorsEntry& entry = source.place->entry;
     std::vector<std::byte> bytes(static_cast<size_t>(entry.num_bytes));
@@ -383,7 +383,7 @@ class Importer {
     return patterns;
   }
 
-  // A run that goes on training the model.
+  // A run that continues training the model.
   std::string training_config(const std::string& out) const {
     const fs::path normal = (fs::path(out) / "").lexically_normal();  // with a slash at the end
     const std::string name = normal.parent_path().filename().string();
@@ -401,7 +401,7 @@ class Importer {
   ImportSource source_;
   ParameterTable table_;
   std::vector<HuggingFaceTensor> tensors_;
-  std::map<std::string, HuggingFaceWeights::Place> unread_;        // of its tower, by names behind those of that
+  std::map<std::string, HuggingFaceWeights::Place> unread_;        // of its tower, by names after those of that
   std::unordered_map<std::string, BitsAndBytesWeight> quantized_;  // by the name of their tensor
   std::vector<Target> targets_;
   mutable std::vector<std::string> with_zeros_;  // names of matrices

@@ -31,7 +31,7 @@ int run_tune(const TuneOptions& options) {
   const std::vector<GemmChoice> choices =
       tune_products(*device, record_products(config, num_ranks),
                     {.max_candidates = static_cast<int>(options.candidates), .budget_seconds = options.seconds});
-  std::printf("%-72s %12s %12s %8s\n", "matrix product, M x N x K", "default us", "chosen us", "gain");
+  std::printf("%-72s %12s %12s %8s\n", "GEMM, M x N x K", "default us", "chosen us", "gain");
   for (const GemmChoice& choice : choices) {
     std::printf("%-72s %12.1f %12.1f %7.1f%%\n", choice.gemm.c_str(), choice.default_microseconds,
                 choice.microseconds, 100 * (choice.default_microseconds / choice.microseconds - 1));

@@ -365,7 +365,7 @@ void check_release(const OptimizerConfig& o, const TrainingConfig& t) {
   if (t.non_finite == NonFinitePolicy::kSkip) {
     throw_bad_input(
         "optimizer.release_gradients = true cannot skip a step of which a part is done: set training.non_finite = "
-        "stop, which goes on from the last checkpoint, or release_gradients = false");
+        "stop, which resumes from the last checkpoint, or release_gradients = false");
   }
   if (t.spike_window > 0) {
     throw_bad_input(

@@ -25,7 +25,7 @@ struct EnumNames<TaskMetric> {
 struct TaskChoice {
   std::vector<int32_t> context, continuation;
   std::vector<int32_t> domain;        // context of pmi_dc; empty for other metrics
-  int64_t num_characters, num_bytes;  // of the continuation's text without the space in front
+  int64_t num_characters, num_bytes;  // of the continuation's text without the leading space
 };
 
 // An image in the task's file of pixels.

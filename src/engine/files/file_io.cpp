@@ -300,7 +300,7 @@ void sync_directory(const std::string& path) {
 
 namespace {
 
-// What replaces the file at `path`: new, instead of one that was left by a crash, but of no folder.
+// Opens the file that will replace another: new, instead of one that was left by a crash, but of no folder.
 OutputFile open_draft(const std::string& draft) {
   std::error_code error;
   if (fs::is_directory(draft, error)) throw_open_error("create", draft, EISDIR);
@@ -342,7 +342,7 @@ void replace_file(const std::string& path, const std::function<void(OutputFile& 
 
 namespace {
 
-// Where a file of this name is or will be, behind all links.
+// The place where a file of this name is or will be, after all links.
 std::string target_of(const std::string& path) {
   constexpr int kMostLinks = 40;  // as Linux follows
   fs::path target = path;
@@ -356,7 +356,7 @@ std::string target_of(const std::string& path) {
   return target.string();
 }
 
-// What cannot be replaced: a device, a pipe, or what this process prints to.
+// A file that cannot be replaced: a device, a pipe, or what this process prints to.
 struct Stream {
   int printed_to = -1;  // the process's own descriptor of it
 };

@@ -41,7 +41,7 @@ class FileDescriptor {
   int fd_;
 };
 
-// Whether `path` still leads to the open file `fd`. Throws Error(kIo) if that cannot be determined.
+// True if `path` still leads to the open file `fd`. Throws Error(kIo) if that cannot be determined.
 bool is_at(int fd, const std::string& path);
 
 // XXH3-128 of everything passed to update(), in parts of any size.
@@ -81,8 +81,8 @@ class OutputFile {
   int64_t num_bytes_ = 0;
 };
 
-// What a failure to open a file means: that the path is wrong, or, for a file that was read or written before, that
-// the machine fails.
+// The meaning of a failure to open a file: the path is wrong, or, for a file that was read or written before, the
+// machine fails.
 enum class NoPermission : uint8_t { kIsBadInput, kIsIo };
 
 // A regular file, open for reading. Not affected by a later rename of its folder.
@@ -101,7 +101,7 @@ class InputFile {
   int64_t num_bytes_ = 0;
 };
 
-// What a file is that Git LFS leaves in place of one which it has not fetched. Throws Error(kBadInput) for one.
+// The beginning of a file that Git LFS leaves in place of one which it has not fetched.
 inline constexpr std::string_view kLfsPointer = "version https://git-lfs.github.com/spec/";
 inline constexpr const char* kLfsAdvice = "is a pointer of Git LFS in place of the file; fetch it: git lfs pull";
 void refuse_lfs_pointer(const InputFile& file);

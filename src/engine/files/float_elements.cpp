@@ -34,7 +34,7 @@ void encode_each(std::span<const float> values, std::span<std::byte> bytes, Enco
   });
 }
 
-// Whether all elements, without their sign, are below `limit` as integers: so are the finite ones of every float
+// True if all elements, without their sign, are below `limit` as integers: so are the finite ones of every float
 // format below the bits of its first infinity or NaN.
 template <typename Bits>
 bool all_below(ByteSpan bytes, Bits limit) {

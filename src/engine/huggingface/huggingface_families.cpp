@@ -80,7 +80,7 @@ std::vector<TensorNames::InBlock> tensors_in_block(const std::vector<TensorNames
   return names;
 }
 
-// With the biases of queries, keys and values, each behind its matrix.
+// With the biases of queries, keys and values, each after its matrix.
 std::vector<TensorNames::InBlock> with_biases(const std::vector<TensorNames::InBlock>& names) {
   std::vector<TensorNames::InBlock> all;
   for (const TensorNames::InBlock& one : names) {
@@ -92,7 +92,7 @@ std::vector<TensorNames::InBlock> with_biases(const std::vector<TensorNames::InB
   return all;
 }
 
-// In front of each branch.
+// Before each branch.
 std::vector<TensorNames::InBlock> norms_in_front() {
   return {{BlockTensor::kAttentionNorm, "input_layernorm.weight"},
           {BlockTensor::kFfnNorm, "post_attention_layernorm.weight"}};
@@ -163,7 +163,7 @@ HuggingFaceFamily qwen3_family() {
   return family;
 }
 
-// post_attention_layernorm is behind attention here, not in front of the MLP. head_dim is as with OLMo v1.
+// post_attention_layernorm is after attention here, not before the MLP. head_dim is as with OLMo v1.
 HuggingFaceFamily olmo2_family() {
   HuggingFaceFamily family = llama_family();
   family.model_type = "olmo2";
@@ -192,7 +192,7 @@ HuggingFaceFamily olmo3_family() {
   return family;
 }
 
-// The text models of Gemma 3. Its norms multiply by 1 + weight, and post_attention_layernorm is behind attention.
+// The text models of Gemma 3. Its norms multiply by 1 + weight, and post_attention_layernorm is after attention.
 HuggingFaceFamily gemma3_family() {
   return {
       .model_type = "gemma3_text",

@@ -23,7 +23,7 @@ struct HuggingFaceTensor {
 };
 
 // How the files of a model with a tower name its weights: those of the language model as its family does, but with
-// `language_model` in the place of "model."; those of tower and projector behind the others.
+// `language_model` in the place of "model."; those of tower and projector after the others.
 struct LlavaNames {
   std::string_view language_model;  // "language_model.model."
   std::string_view head;            // "language_model.lm_head.weight"

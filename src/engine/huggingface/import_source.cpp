@@ -41,7 +41,7 @@ json read_config(const std::string& folder) {
   return config;
 }
 
-// transformers gives a token that the tokenizer lacks a new id, behind those that the model was trained with. It is
+// transformers gives a token that the tokenizer lacks a new id, after those that the model was trained with. It is
 // looked for as text, in both forms in which JSON has what is not ASCII.
 void warn_of_end_token(const std::string& folder) {
   constexpr int64_t kMostBytes = int64_t{1} << 30;
@@ -118,7 +118,7 @@ void add_tower(const std::string& folder, HuggingFaceWeights& into) {
   const bool has_prefix = std::any_of(weights.tensors.begin(), weights.tensors.end(),
                                       [&](const auto& tensor) { return tensor.first.starts_with(kPrefix); });
   const std::string target(published_names().tower);
-  // Behind no prefix are the text's tower, projections and scales of the scores of both.
+  // After no prefix are the text's tower, projections and scales of the scores of both.
   const auto rename = [&](const std::string& name) -> std::string {
     if (!has_prefix) return target + name;
     return name.starts_with(kPrefix) ? target + name.substr(kPrefix.size()) : std::string();
@@ -178,7 +178,7 @@ void read_original_tower(const ConfigReader& config, TowerConfig& tower) {
   }
 }
 
-// An original pads pictures by its own code, in front of its tower's processor; transformers has a processor that
+// An original pads pictures by its own code, before its tower's processor; transformers has a processor that
 // does.
 bool pads_pictures(const ConfigReader& config) {
   const json* ratio = config.find("image_aspect_ratio");
@@ -240,7 +240,7 @@ std::string renamed_vila_projector(const std::string& name) {
   return name;  // unknown: it will be refused
 }
 
-// Images take an id behind the vocabulary, unless one of it is named.
+// Images take an id after the vocabulary, unless one of it is named.
 void choose_image_token(int64_t image_token, ImportSource& source) {
   ModelConfig& model = source.described.model;
   source.num_stored_tokens = model.vocab_size;

@@ -24,7 +24,7 @@ struct ImportSource {
   HuggingFaceWeights weights;         // by the names that `llava` says
   const LlavaNames* llava = nullptr;  // of a model with a tower
   bool is_quantized = false;          // by bitsandbytes
-  int64_t num_stored_tokens = 0;      // rows of embedding and head in the files; those behind them are to be made
+  int64_t num_stored_tokens = 0;      // rows of embedding and head in the files; those after them are to be made
   bool has_projector = true;          // whether the files have one; else it is to be drawn
   bool is_one_folder = true;          // whether an export can write the same files again
   std::vector<CarriedFile> carried;   // beside config.json
@@ -40,7 +40,7 @@ ImportSource open_model(const std::string& folder);
 
 // A language model, Llama or Qwen2, and the tower of a CLIP or SigLIP model, with a projector in between that is to
 // be drawn; or a model with the names of the original LLaVA, whose projector it has. `image_token` is the id of
-// image slots; negative: the first behind the vocabulary, which grows to the next multiple of 64.
+// image slots; negative: the first after the vocabulary, which grows to the next multiple of 64.
 ImportSource open_model_with_tower(const std::string& folder, const std::string& tower_folder, int64_t image_token);
 
 // True if a folder is VILA's: with language model, tower and projector in folders of their own.

@@ -8,7 +8,7 @@
 #include "engine/huggingface/huggingface_tensors.h"
 
 // The weights of a model that sees images, by the names that transformers has given them. Parts of a tower that no
-// model reads, those behind the hidden state that the projector reads, are no weights of Parka's.
+// model reads, those after the hidden state that the projector reads, are no weights of Parka's.
 namespace parka {
 
 // Every version of transformers since 4.36 reads the first.

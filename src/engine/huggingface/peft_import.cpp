@@ -134,7 +134,7 @@ std::vector<HostTensor> read_tensors(const std::string& folder, const Config& co
   return tensors;
 }
 
-// A run that goes on training the adapters.
+// A run that continues training the adapters.
 std::string training_config(const Config& config, const std::string& out) {
   const fs::path normal = (fs::path(out) / "").lexically_normal();  // with a slash at the end
   const json all = to_json(config);

@@ -11,7 +11,7 @@ namespace parka {
 // The file with them in the folder of what came with an imported model.
 inline constexpr const char* kUnreadWeightsName = "unread_weights.safetensors";
 
-// Weights of a tower that no model reads (is_unread_by_models()), by their names behind LlavaNames::tower. They
+// Weights of a tower that no model reads (is_unread_by_models()), by their names after LlavaNames::tower. They
 // train nothing and change nothing, but an export has them as the imported model had.
 class UnreadWeights {
  public:

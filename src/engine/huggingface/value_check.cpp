@@ -14,7 +14,7 @@ constexpr const char* kRemedy = "as in a file that was not downloaded whole: dow
 
 bool is_not_zero(std::byte b) { return b != std::byte{0}; }
 
-// What `name` has more than `wanted`, in one piece: "_orig_mod."; empty: it is another tensor.
+// The part that `name` has more than `wanted`, in one piece: "_orig_mod."; empty: it is another tensor.
 std::string added_to(const std::string& wanted, const std::string& name) {
   if (name.size() <= wanted.size()) return {};
   const auto common = std::ranges::mismatch(wanted, name).in1 - wanted.begin();

@@ -17,7 +17,7 @@ class ValueCheck {
   ValueCheck(const InputFile& file, const SafetensorsEntry& entry, bool may_be_zero);
   // All bytes in their order, in pieces of whole elements of `dtype`, which may be another than that of `entry`.
   void add(DType dtype, ByteSpan piece);
-  // After the last piece. Whether the tensor has a page of rows of zeros.
+  // Call after the last piece. True if the tensor has a page of rows of zeros.
   bool finish();
 
  private:
@@ -32,7 +32,7 @@ class ValueCheck {
   bool has_zero_rows_ = false;
 };
 
-// Whether a block's tensor of this name may begin as zeros: the last one of a branch does in blocks that are added
+// True if a block's tensor of this name may begin as zeros: the last one of a branch does in blocks that are added
 // to a trained model, as LLaMA-Pro adds them.
 bool may_begin_as_zeros(const std::string& name);
 

@@ -117,7 +117,7 @@ BenchResult run_benchmark(const Config& given, Device& device, Communicator& com
   result.documents = config.data.documents;
   result.ceilings.copy_bandwidth = measure_copy_bandwidth(device);
   TrainingRun run(config, device, communicator);
-  data.reset();  // the file stays open, and a signal leaves none behind
+  data.reset();  // the file stays open, and a signal leaves none after
   run.initialize_alike();
   result.speed = speed_of(config, run.model().parameters(), device.name());
   result.tokens_per_step = run.tokens_per_step();

@@ -7,7 +7,7 @@
 #include "kernels/device/gemm_tuning.h"
 #include "kernels/ops/gemm/gemm.h"
 
-// Matrix products alone, outside of a run.
+// GEMMs alone, outside of a run.
 namespace parka {
 
 std::vector<Gemm> gemms_of(const std::vector<RecordedProduct>& products);

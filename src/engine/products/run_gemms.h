@@ -10,7 +10,7 @@
 #include "engine/step/recorded_step.h"
 #include "kernels/device/device.h"
 
-// Which algorithms a run's matrix products use, and where it keeps them: device.gemm_tuning.
+// Which algorithms a run's GEMMs use, and where it keeps them: device.gemm_tuning.
 namespace parka {
 
 // How long a run that finds no file tunes, at most, and how long the products of its steps must take for that to be
@@ -33,7 +33,7 @@ std::string find_tuning(const std::vector<std::string>& folders, const Device& d
 struct RunGemmsOptions {
   std::vector<std::string> tuning_folders;
   int64_t num_ranks = 1;
-  bool has_checkpoint = false;  // the run goes on
+  bool has_checkpoint = false;  // the run resumes
   int64_t steps = 0;            // that are still to be made
   // tune_products() on the device, and what to say before.
   std::function<std::vector<GemmChoice>(const std::vector<RecordedProduct>&)> tune;
@@ -50,7 +50,7 @@ struct RunGemms {
 // Decides, and keeps what is decided in the run's folder.
 //   a file:  that one
 //   off:     cuBLASLt's first choices
-//   auto:    the file that the run keeps for this GPU. Without one, if the run goes on, keeps none at all and
+//   auto:    the file that the run keeps for this GPU. Without one, if the run resumes, keeps none at all and
 //            has used none, the first choices, with which it began; else one of tuning_folders(), or what `tune`
 //            finds where it is worth it, or the first choices
 // Throws Error(kBadInput) for a file that cannot be read or is for another GPU.

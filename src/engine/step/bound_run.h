@@ -93,7 +93,7 @@ class BoundRun {
   // With optimizer.release_gradients, in place of update(): the next micro-batch makes the update, which without
   // this leaves weights as they are...
   void release_update(int64_t update, double lr, const std::function<void(size_t parameter)>& before_update = {});
-  // ... or, after this, the one behind it, by which that one is computed again. Without release_gradients: nothing.
+  // ... or, after this, the one after it, by which that one is computed again. Without release_gradients: nothing.
   void hold_update() {
     if (released_) released_->hold_update();
   }

@@ -61,7 +61,7 @@ class IntegrityChecks {
 struct PendingComparison {
   std::unique_ptr<HostRead> one, other;
   std::vector<std::string> names;  // of the tensors, by slot
-  std::string what;                // behind a tensor's name: "differs when its micro-batch is computed twice"
+  std::string what;                // after a tensor's name: "differs when its micro-batch is computed twice"
 
   // Waits; throws if they differ. The error names the first such tensor of the list.
   void check(int64_t step, const std::string& where) const;

@@ -98,7 +98,7 @@ std::vector<int> ParameterExchange::opened_by(int unit) const {
 
 void ParameterExchange::before_backward(Device& device, int unit) {
   gather_on_use(device, unit, Pass::kBackward);
-  // Where backward has pieces of its own, all buffers are free while the head is at work.
+  // If backward has pieces of its own, all buffers are free while the head is at work.
   if (unit == model_.parameters().head_unit()) {
     const int first = std::max(model_.parameters().first_trained_unit, unit - kGatherBuffers);
     for (int last = unit - 1; last >= first; --last) prefetch(device, last, Pass::kBackward);
@@ -149,7 +149,7 @@ void ParameterExchange::after_backward(Device& device, int unit) {
       if (optimizer_.releases_gradients()) reduced = communicator_.last_queued();  // the piece lies in the buffer
     }
   }
-  // What follows the last micro-batch reads the sums.
+  // The work after the last micro-batch reads the sums.
   if (unit == table.first_trained_unit && place_.is_last) {
     wait(device, communicator_.last_queued(), "sums of gradients");
   }

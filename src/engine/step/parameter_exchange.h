@@ -33,10 +33,10 @@ class ParameterExchange final : public UnitHooks {
   ParameterExchange(const Zero& zero, Communicator& communicator, const Model& model, const Optimizer& optimizer,
                     Device& device);
 
-  // What the device is said to wait for (Device::time_wait) when weights pass between it and host memory.
+  // The names of the device's waits (Device::time_wait) when weights pass between it and host memory.
   static constexpr const char *kLoadWait = "weights from the host", *kSaveWait = "weights to the host";
 
-  // Where in its step a micro-batch is: both where the step has no other.
+  // The place of a micro-batch in its step: both if the step has no other.
   struct Place {
     bool is_first = false, is_last = false;
   };
@@ -45,7 +45,7 @@ class ParameterExchange final : public UnitHooks {
   // From now on `called` is told of each parameter whose gradients of a micro-batch are complete, before anything
   // is done with them; with an empty function nobody is.
   void on_gradient(std::function<void(int parameter)> called) { gradient_complete_ = std::move(called); }
-  // Whether nothing is queued in this micro-batch. Blocks are gathered on use, or none is.
+  // True if nothing is queued in this micro-batch. Blocks are gathered on use, or none is.
   bool is_idle() const {
     const bool gathers_on_use = model_.weights().is_gathered_on_use(model_.parameters().block_unit(0));
     return !place_.is_last && !zero_.shards_gradients() && !gathers_on_use;
@@ -88,7 +88,7 @@ class ParameterExchange final : public UnitHooks {
   Place place_;
   std::function<void(int parameter)> gradient_complete_;
 
-  // What is in each gather buffer: until weights change. Backward begins with the blocks that forward has ended
+  // The content of each gather buffer, until weights change. Backward begins with the blocks that forward has ended
   // with, and the next micro-batch with those that backward has ended with: as many as there are buffers, if
   // backward reads what forward reads.
   struct Gathered {

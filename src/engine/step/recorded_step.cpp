@@ -37,7 +37,7 @@ class RecordingRank {
     take();
   }
 
-  // What was queued since the last call.
+  // The work that was queued since the last call.
   std::vector<Work> take() { return std::exchange(work_, {}); }
   std::vector<Gemm> take_products() { return std::exchange(products_, {}); }
   int64_t workspace_bytes() const { return device_.workspace_bytes(); }
@@ -168,7 +168,7 @@ std::vector<RecordedProduct> record_products(const Config& config, int64_t num_g
 }
 
 int64_t record_workspace_bytes(const Config& config, const Zero& zero) {
-  // Of the smallest run of ranks that hold this: what more of them reduce among groups takes no workspace.
+  // The smallest run of ranks that hold this: reducing among groups of more of them takes no workspace.
   const int64_t num_ranks = std::lcm(zero.shard.size, config.distributed.context_parallel);
   RecordingRank rank(config, zero, static_cast<int>(zero.shard.rank), static_cast<int>(num_ranks));
   rank.begin_step();

@@ -30,7 +30,7 @@ struct RecordedStep {
 // with these names are one kernel (Device::fuses()).
 RecordedStep record_step(const Config& config, int64_t num_gpus, const std::set<std::string>& one_kernel = {});
 
-// A matrix product of a step. Its tensors have addresses without memory, which are aligned as those of a run.
+// A GEMM of a step. Its tensors have addresses without memory, which are aligned as those of a run.
 struct RecordedProduct {
   Gemm gemm;
   int64_t count = 0;  // in a step

@@ -31,14 +31,14 @@ std::string kept_tokenizer(const Config& config) {
   return (fs::path(config.checkpoint.folder) / kTokenizerFolder).string();
 }
 
-// That of data.tokenizer; empty if it is not given, or gone while the run has its copy.
+// The tokenizer of data.tokenizer; empty if it is not given, or gone while the run has its copy.
 std::string named_tokenizer(const Config& config) {
   const std::string& path = config.data.tokenizer;
   if (path.empty() || (!file_exists(path) && has_tokenizer(kept_tokenizer(config)))) return {};
   return open_tokenizer(path, "data.tokenizer");
 }
 
-// That of the model which the run starts from. A run does not end because a tokenizer cannot be found.
+// The tokenizer of the model which the run starts from. A run does not end because a tokenizer cannot be found.
 std::optional<std::string> tokenizer_of_model(const Config& config) {
   try {
     const std::string source = checkpoint_at(config.checkpoint.init_from);
@@ -49,7 +49,7 @@ std::optional<std::string> tokenizer_of_model(const Config& config) {
   return std::nullopt;
 }
 
-// What scripts/prepare_data.py has left beside the first file of data.train.
+// The tokenizer that scripts/prepare_data.py has left beside the first file of data.train.
 std::optional<std::string> tokenizer_of_data(const Config& config) {
   if (config.data.train.empty()) return std::nullopt;
   const fs::path beside = fs::path(config.data.train.front()).parent_path() / kTokenizerFolder;
@@ -89,8 +89,8 @@ json read_if_there(const fs::path& path) {
   return file_exists(path.string()) ? read_outline(path.string()) : json::object();
 }
 
-// What scripts/prepare_data.py says of data made for a model that the model does not: the chat template and the
-// ends of turns, and the tokens around a text, where it has changed them.
+// The files that scripts/prepare_data.py has changed for data made for a model: the chat template, the ends of
+// turns, and the tokens around a text.
 std::set<std::string> changed_by_data(const std::string& of_model, const std::string& of_data) {
   std::set<std::string> names = {"chat_template.jinja", "generation_config.json"};
   if (!is_same_file(fs::path(of_model) / kTokenizerName, fs::path(of_data) / kTokenizerName)) {

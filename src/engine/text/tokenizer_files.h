@@ -8,8 +8,7 @@
 
 #include "engine/config/config.h"
 
-// Where the tokenizer of a model lies: a folder with tokenizer.json, and with the files of carried_files() that it
-// has.
+// The folder of a model's tokenizer: it has tokenizer.json, and some of the files of carried_files().
 namespace parka {
 
 // The subfolder of a run, and of what scripts/prepare_data.py makes, that is such a folder.
@@ -42,7 +41,7 @@ void check_present_tokenizer(const Config& config);
 // The special tokens of a tokenizer, which are no text, by their ids.
 std::map<int32_t, std::string> special_tokens(const std::string& folder);
 
-// Whether both folders have a tokenizer.json, and these are not the same but for the tokens put around a text.
+// True if both folders have a tokenizer.json, and these are not the same but for the tokens put around a text.
 bool have_different_tokenizers(const std::string& one, const std::string& other);
 
 // bos_token_id, eos_token_id and pad_token_id of config.json, as the files of a tokenizer tell; null where they do

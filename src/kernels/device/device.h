@@ -43,8 +43,8 @@ class Recording {
 class HostStore {
  public:
   virtual ~HostStore() = default;  // waits for the copies
-  // Queue copies of the tensors to or from a slot, where they lie one after the other: behind the work that the
-  // device has queued by then, and behind all earlier copies.
+  // Queue copies of the tensors to or from a slot, where they lie one after the other: after the work that the
+  // device has queued by then, and after all earlier copies.
   virtual void save(int64_t slot, const std::vector<TensorView>& tensors) = 0;
   virtual void load(int64_t slot, const std::vector<TensorView>& tensors) = 0;
   // The device's later work waits for the copies of this store.
@@ -63,17 +63,17 @@ class HostStream {
   virtual ~HostStream() = default;  // waits for the copies
   // Later loads wait for the work that the device has queued by now.
   virtual void follow_device() = 0;
-  // Queues copies into buffer `slot`: behind all copies out of buffers that are queued by then.
+  // Queues copies into buffer `slot`: after all copies out of buffers that are queued by then.
   virtual void load(size_t slot, const std::vector<Copy>& copies) = 0;
   // The device's later work waits for the last load of the buffer.
   virtual void wait_loaded(size_t slot) = 0;
-  // Queues copies out of a buffer: behind the work that the device has queued by then.
+  // Queues copies out of a buffer: after the work that the device has queued by then.
   virtual void save(const std::vector<Copy>& copies) = 0;
   // The device's later work waits for all copies out of buffers.
   virtual void wait_saved() = 0;
 };
 
-// Host memory in which a device leaves copies of tensors, behind the work queued by then and beside what is queued
+// Host memory in which a device leaves copies of tensors, after the work queued by then and beside what is queued
 // later, for other threads to read. It must not outlive its device. All but wait() is for the device's own thread.
 class StagingBuffer {
  public:

@@ -9,7 +9,7 @@
 
 namespace parka {
 
-// Which of cuBLASLt's algorithms to use for one matrix product.
+// Which of cuBLASLt's algorithms to use for one GEMM.
 struct GemmChoice {
   std::string gemm;       // its shape, formats and, where not full, alignment: key_of() of the op
   std::string algorithm;  // cuBLASLt's own form of it, 64 bytes in hexadecimal: valid for one library version

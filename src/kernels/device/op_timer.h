@@ -26,7 +26,7 @@ inline constexpr std::string_view kOntoOutput = " +=";
 // The least an op must do, whatever the implementation: what its time is measured against.
 struct OpCost {
   double bytes = 0;   // each input read once, each output written once
-  double flop = 0;    // of matrix products; 0 for ops that only move memory
+  double flop = 0;    // of GEMMs; 0 for ops that only move memory
   std::string shape;  // of the problem, for tables: "8192 x 4096 x 11008"
   Products products = Products::kNone;
 };

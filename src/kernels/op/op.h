@@ -9,7 +9,7 @@ namespace parka {
 class Device;
 
 // Bytes of workspace (Device::set_workspace) that an op takes on a GPU. Most take none. The header of one that
-// takes some declares `int64_t workspace_of(const Args& a);` behind its PARKA_OP.
+// takes some declares `int64_t workspace_of(const Args& a);` after its PARKA_OP.
 template <typename Args>
 int64_t workspace_of(const Args&) {
   return 0;

@@ -38,7 +38,7 @@ inline int64_t mix_backward_workspace_bytes(int64_t numel) { return mix_pieces(n
 
 // embedding_backward: fp32 sums [T / 32, C] of the pieces of tokens that have more than one. A token whose rows
 // begin at position p of the order has slots p / 32 and on. No two tokens meet: one with n > 64 rows has n / 64
-// pieces, rounded up, and the next token's slots begin at least n / 32, rounded down, behind its own.
+// pieces, rounded up, and the next token's slots begin at least n / 32, rounded down, after its own.
 inline constexpr int64_t kEmbeddingSlotRows = 32;
 inline int64_t embedding_backward_workspace_bytes(int64_t tokens, int64_t cols) {
   return tokens / kEmbeddingSlotRows * cols * 4;

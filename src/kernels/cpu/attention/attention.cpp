@@ -123,7 +123,7 @@ void forward_head(const AttentionForward& a, const Dims& dims, int64_t b, int64_
   store_head(out, a.out, dims, b, h);
 }
 
-// Of a query head: lse and delta, one value per row.
+// lse and delta of a query head, one value per row.
 struct RowStatistics {
   const float* lse;
   Eigen::VectorXf delta;
@@ -183,7 +183,7 @@ void backward_group(const AttentionBackward& a, const Dims& dims, int64_t b, int
   store_head(d_v, a.d_qkv, dims, b, v_head);
 }
 
-// Of some rows and heads; see AttentionTotals.
+// Sums over some rows and heads; see AttentionTotals.
 struct AttentionSums {
   double sum_squares = 0, squares = 0, delta_squares = 0, score_squares = 0;
   int64_t rows = 0, not_finite = 0;

@@ -45,7 +45,7 @@ RowLoss row_loss(const CrossEntropy& a, float grad_scale, int32_t target, Eigen:
   return {std::log(sum) - target_logit, a.z_loss * lse * lse};
 }
 
-// Of a row whose gradient at the target is `at_target`.
+// The factor of a row whose gradient at the target is `at_target`.
 float row_factor_of(float at_target, const ScaledView& codes) {
   const float scale = codes.scale.as<float>()[0], code = at_target * (1.0f / scale);
   const float rounded =

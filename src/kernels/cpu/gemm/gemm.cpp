@@ -14,7 +14,7 @@ namespace {
 // An operand as fp32: the tensor's own memory where it holds fp32 already, a decoded copy otherwise.
 class Operand {
  public:
-  // Without the last `padding` columns, which for the last row may lie behind
+  // Without the last `padding` columns, which for the last row may lie after
   // the tensor's memory.
   Operand(const ScaledView& x, int64_t padding) : stride_(x.num_cols()) {
     if (x.data.dtype == DType::kF32) {

@@ -58,7 +58,7 @@ struct GatedRow {
   std::vector<float> argument;  // empty where it is the gate
 };
 
-// What SwigluBackward::samples_amax describes.
+// The maximum that SwigluBackward::samples_amax describes.
 float sampled_amax(const Matrix& x) {
   float sampled = 0;
   for (int64_t t = 0; t < x.rows(); t += kAmaxSampling) sampled = std::max(sampled, max_abs(x.row(t), x.cols()));

@@ -32,7 +32,7 @@ inline constexpr int64_t kTokenRowInts = 4;  // of a TokenRow in an int32 tensor
 static_assert(sizeof(TokenRow) == kTokenRowInts * sizeof(int32_t));
 
 // The rows 0 .. T - 1 in the order of (ids[t], t), in host memory. Rows with an id outside the vocabulary come
-// behind them, as if they were of one token, and those of image slots last, as if they were of another.
+// after them, as if they were of one token, and those of image slots last, as if they were of another.
 std::vector<TokenRow> embedding_order(const int32_t* ids, int64_t T, int64_t vocab_size);
 
 // d_table[v,c] += scale * (sum over the rows t of token v of d_out[t,c]), without the rows of image slots

@@ -22,7 +22,7 @@ struct GatherPatches {
 };
 PARKA_OP(gather_patches, GatherPatches);
 
-// Adds learned positions, one to each token of an image, behind an optional class token:
+// Adds learned positions, one to each token of an image, after an optional class token:
 //   out[b * N + s + p] = x[b * P + p] + positions[s + p],   P = N - s
 //   out[b * N]         = class_token + positions[0]         with a class token: s = 1; else s = 0
 // Sums are fp32, rounded once.

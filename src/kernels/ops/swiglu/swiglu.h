@@ -7,7 +7,7 @@
 
 namespace parka {
 
-// What is made of the gate: act(g) = g sig(v(g)),  sig(v) = 1 / (1 + exp(-v)).
+// The function of the gate: act(g) = g sig(v(g)),  sig(v) = 1 / (1 + exp(-v)).
 enum class GateActivation : uint8_t {
   kSilu,      // v(g) = g
   kGeluTanh,  // v(g) = 2 sqrt(2 / pi) (g + 0.044715 g^3): g (1 + tanh(v / 2)) / 2, as in Gemma
