@@ -53,7 +53,7 @@ import numpy as np  # noqa: E402
 
 from script_exit import print_last, run_script  # noqa: E402
 from text_data import chat, parts  # noqa: E402
-from text_data.common import InputError, Parser  # noqa: E402
+from text_data.common import InputError, Parser, printable  # noqa: E402
 from text_data.packing import ChatSplit  # noqa: E402
 from text_data.partial import Partial, new_folder  # noqa: E402
 from text_data.readers import MAX_DOCUMENT_BYTES, Reading, find_files  # noqa: E402
@@ -153,7 +153,8 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     maker = parts.PartMaker(settings, partial.path, progress)
     for doubt in maker.template.doubts() if maker.template is not None else []:
         print_line(f"warning: {doubt}")
-    files = [parts.stat_file(path) for path in find_files(options.input, options.include, options.out, print_line)]
+    texts = options.chat is None and options.jsonl_field is None
+    files = [parts.stat_file(path) for path in find_files(options.input, options.include, options.out, print_line, texts)]
     groups = parts.groups_of(files)
     missing = [group for index, group in enumerate(groups) if not parts.is_made(maker.path(index, group))]
     if len(missing) < len(groups):
@@ -170,6 +171,7 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
         partial.forget()
         raise
     warn_of_few_held_out(output.splits["eval"].tokens, options)
+    tell_unread(output.counts, options, maker.template)
     info = summary(options, maker, output)
     if options.tokenizer != "bytes":
         named = maker.tokenizer.given_tokens() if options.chat is None else {}  # of conversations --eos is padding
@@ -190,6 +192,21 @@ def warn_of_few_held_out(tokens: int, options: argparse.Namespace) -> None:
             f"warning: only {counted(tokens, 'tokens')} are held out, and a run refuses fewer than data.sequence_length "
             f"({USUAL_SEQUENCE} unless the config says another); raise --eval-fraction, or give more text"
         )
+
+
+def tell_unread(counts: collections.Counter, options: argparse.Namespace, template: chat.ChatTemplate | None) -> None:
+    """Says what records have that is not read."""
+    def keys(what: str) -> list[str]:
+        return sorted(printable(name.removeprefix(what))[:60] for name in counts if name.startswith(what))
+
+    if counts["lacking"]:
+        print_line(
+            f'warning: {counted(counts["lacking"], "records")} without "{options.jsonl_field}" counted as empty documents; such records have '
+            f'{", ".join(keys("lacking ")) or "nothing"}'
+        )
+    others = [key for key in keys("unread ") if not key.endswith(" of messages") or template.unread(key.removesuffix(" of messages"))]
+    if others:
+        print_line(f"not read: {', '.join(others)}")
 
 
 def summary(options: argparse.Namespace, maker: parts.PartMaker, output: Output) -> dict:

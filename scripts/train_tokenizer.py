@@ -81,7 +81,7 @@ def train(options: argparse.Namespace):
     """A tokenizers.Tokenizer."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 
-    files = list(find_files(options.input, options.include, real_path(options.out), print_line))
+    files = list(find_files(options.input, options.include, real_path(options.out), print_line, options.jsonl_field is None))
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()

@@ -20,7 +20,7 @@ import numpy as np
 from python_packages import advice
 
 from .common import InputError, hub_advice, one_line
-from .conversations import BESIDE_CONTENT, TRAIN, in_one_form, says_something
+from .conversations import BESIDE_CONTENT, BESIDE_ROLE, TRAIN, in_one_form, says_something
 from .formats import refuse_no_content
 from .helper_process import limited, reason_of
 from .readers import MAX_DOCUMENT_BYTES
@@ -154,6 +154,9 @@ class ChatTemplate:
                 told.append("the assistant's turns end with no special token of the tokenizer, so that nothing tells a model to stop")
             template = self._template_for(None)
             text, prompt = self._render(template, EXCHANGE, None)[0], self._render(template, EXCHANGE[:1], None, add_generation_prompt=True)[0]
+            told += self._doubts_of_targets(text, prompt)
+            if self._render("{% macro strftime_now(form) %}zqtimeqz{% endmacro %}" + template, EXCHANGE, None)[0].count("zqtimeqz"):
+                told.append("the chat template writes the time of now into every conversation; write a fixed one in its place")
             if not text.startswith(prompt):
                 same = len(os.path.commonprefix((text, prompt)))
                 told.append(
@@ -161,6 +164,23 @@ class ChatTemplate:
                     "that do not begin with the former are learnt otherwise than a model is asked for them"
                 )
         return told
+
+    def _doubts_of_targets(self, text: str, prompt: str) -> list[str]:
+        """Of EXCHANGE and the prompt for its reply."""
+        reply, (_, spans) = text.rfind(EXCHANGE[1]["content"]), self.text_and_spans(EXCHANGE)
+        if not any(first <= reply < last for first, last in spans):
+            return ["the targets that the chat template marks with {% generation %} leave out what the assistant says; move the marks there"]
+        header = text[spans[-1][0] : reply]
+        if header.strip() and self._render(self._template_for(None), EXCHANGE[:1], None)[0] == prompt:
+            return [
+                f"the chat template has no prompt for a reply (add_generation_prompt), so that {header!r} before it is learnt, too; give one that "
+                "has, or mark the targets with {% generation %}"
+            ]
+        return []
+
+    def unread(self, key: str) -> bool:
+        """Whether the template does not name this key of messages."""
+        return not any(re.search(rf"\b{re.escape(key)}\b", text) for text in self.texts.values())
 
     def known(self) -> list:
         """What of it decides the text and its targets, beside the tokenizer."""
@@ -282,7 +302,7 @@ class ChatTemplate:
         marks = has_marks(template)
         text, marked = self._render(template, messages, tools, return_assistant_tokens_mask=marks)
         hidden = ["tools"] if tools and self._text_or_none(template, messages, None) == text else []
-        for keys in BESIDE_CONTENT:
+        for keys in (*BESIDE_CONTENT, *BESIDE_ROLE):
             hidden += self._hidden_of(template, keys, text, messages, tools)
         if unseen := self._unseen(template, text, messages, tools):
             hidden.append(f"content of message {unseen[0]} ({messages[unseen[0] - 1]['role']})")

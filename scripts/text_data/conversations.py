@@ -3,32 +3,40 @@
 from __future__ import annotations
 
 import difflib
+import functools
 import itertools
 import json
 import re
+from typing import Iterator
 
-from .common import InputError, one_line
+from .common import InputError, one_line, printable
 
 # Keys under which other tools say whether a message, or a whole record, counts in the loss. Their value is true or false, or 1 or 0.
 COUNTS = ("weight", "loss_weight", "loss_scale", "loss", "loss_mask", "step_loss_mask", "train", "training", "trainable")
 MASKED = "masked"  # true where it does not count
 PARTS_COUNT = ("train_detail", "training_detail")  # of parts of a message
 TARGETS_KEYS = (*COUNTS, MASKED, *PARTS_COUNT)
-# Others that seem to say so, of which it is not known whether true excludes.
-UNCLEAR = ("ignore", "skip", "mask", "is_masked", "weights", "loss_multiplier", "include_in_loss", "ignore_loss", "compute_loss", "use_loss", "no_loss",
-           "kto_tag")
+# Words of other keys that seem to say so, of which it is not known whether true excludes.
+UNCLEAR = {"ignore", "skip", "mask", "masks", "masked", "weight", "weights", "loss", "train", "training", "trainable", "kto"}
+# Words of keys by which a record or a message is not to be learnt: those where they say something, these where they are false.
+OUT = {"rejected", "deleted", "removed", "excluded", "discarded", "invalid"}
+IN = {"label", "chosen", "accepted", "approved", "keep", "valid"}
+SYSTEM = {"system", "sys", "prompt", "message", "instruction", "instructions"}  # words of keys with a system prompt
 # The key of a checked message of which nothing is a target; the others do not have it.
 TRAIN = "train"
 # Keys that other tools read beside the messages of a record, or in one message. They are not read here, so they are refused.
 UNREAD = ("system", "system_prompt", "functions", "documents", "context", "chat_template_kwargs", "attachments", "image", "images", "video",
           "videos", "audio", "audios")
-RECORD_KEYS = ("messages", "tools", *UNREAD, *TARGETS_KEYS, *UNCLEAR, *(key.capitalize() for key in (*TARGETS_KEYS, *UNCLEAR)))
+CHECKED_WORDS = UNCLEAR | OUT | IN | {"system", "sys", "split"}
 # Keys that a message may have beside its content; transformers takes one of the names of reasoning for another.
 BESIDE_CONTENT = (
     ("tool_calls",), ("function_call",), ("refusal",),
     ("reasoning_content", "thinking", "reasoning", "reasoning_details", "reasoning_text", "thinking_content", "thinking_blocks", "thoughts",
      "thought", "think", "cot", "chain_of_thought"),
 )
+# Keys of a message by which a template shows something else than its content.
+BESIDE_ROLE = (("channel",), ("text",), ("prefix",))
+MESSAGE_KEYS = ("role", "content", *itertools.chain(*BESIDE_CONTENT))
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 OF_ASSISTANT = ("model", "gpt", "bot", "ai", "chatbot")  # what others call it
 # Lists of messages in other forms, for advice.
@@ -90,12 +98,52 @@ def empty_answers(document: bytes) -> int:
     return sum(message["role"] == "assistant" and is_empty(message) for message in json.loads(document)["messages"])
 
 
+@functools.lru_cache
+def words_of(key: str) -> frozenset[str]:
+    """"is_train", "isTrain" and "Train" have the word train."""
+    return frozenset(re.findall("[a-z]+", re.sub("([a-z])([A-Z])", r"\1 \2", key).lower()))
+
+
+def is_checked(key: str) -> bool:
+    """Whether what a record has under the key is read, or may be a reason to refuse it."""
+    return key in ("messages", "tools", *UNREAD, *TARGETS_KEYS) or not CHECKED_WORDS.isdisjoint(words_of(key))
+
+
+def unread_keys(record: dict) -> Iterator[str]:
+    """What says something in a record that was accepted and is not read; of messages a template may still read it."""
+    yield from (f"{key} of records" for key in record if not is_checked(key))
+    for message in record["messages"]:
+        yield from (f"{key} of messages" for key in message if key not in (*MESSAGE_KEYS, *TARGETS_KEYS) and message[key] not in (None, "", [], {}))
+
+
 def refuse_unread(said: dict, place: str) -> None:
-    """A record or a message with pictures, say, or with a system prompt that is no message."""
-    if (key := next((key for key in UNREAD if said.get(key)), None)) is not None:
-        advice = {"system": "make it the first message, or leave it out", "documents": "write them into a message, or leave it out",
-                  "context": "write it into a message, or leave it out"}.get(key.split("_")[0], "leave it out, or the record")
-        raise InputError(f'{place} has "{key}", which is not read; {advice}')
+    """A record or a message with pictures, say, with a system prompt that is no message, or with a key by which it is not to be learnt."""
+    for key in said:
+        words = words_of(key)
+        is_system = words <= SYSTEM and not words.isdisjoint(("system", "sys"))
+        if (is_system or key in UNREAD) and said[key]:
+            advice = {"documents": "write them into a message, or leave it out", "context": "write it into a message, or leave it out"}
+            told = "make it the first message, or leave it out" if is_system else advice.get(key, "leave it out, or the record")
+            raise InputError(f'{place} has "{key}", which is not read; {told}')
+        if key not in TARGETS_KEYS and not CHECKED_WORDS.isdisjoint(words) and excludes(words, said[key]):
+            value = json.dumps(said[key], default=str)[:40]
+            raise InputError(f'{place} has "{printable(key)}": {value}, as what is not to be learnt has; leave the record out, or the key')
+
+
+def excludes(words: frozenset[str], value: object) -> bool:
+    """Whether the value of a key with these words may mean that nothing is to be learnt, or something else than the messages."""
+    is_other = "split" in words and isinstance(value, str) and not (value.strip() or "train").lower().startswith("train")
+    is_preferred = "chosen" in words and isinstance(value, (str, list, dict)) and bool(value)
+    return is_other or is_preferred or (not words.isdisjoint(OUT) and bool(value)) or (not words.isdisjoint(IN) and value is False)
+
+
+def is_unclear(key: str, value: object) -> bool:
+    """Whether it may say what counts in the loss, in a way that is not read."""
+    words = words_of(key)
+    if key in TARGETS_KEYS or value is None or "id" in words:
+        return False
+    is_alone = words <= UNCLEAR or key.lower() in TARGETS_KEYS
+    return is_alone or not (words.isdisjoint(UNCLEAR - {"ignore", "skip"}) or isinstance(value, (str, dict)))
 
 
 def refuse_misspelt(role: str, place: str) -> None:
@@ -127,7 +175,7 @@ def is_target(said: dict, place: str, may_be: bool) -> bool:
         if said.get(key):
             raise InputError(f'{place} has "{key}", which is of parts of a message, and all of one counts or none; leave the key out')
     for key in said:
-        if key not in TARGETS_KEYS and key.lower() in (*UNCLEAR, *TARGETS_KEYS) and said[key] is not None:
+        if not UNCLEAR.isdisjoint(words_of(key)) and is_unclear(key, said[key]):
             raise InputError(f'{place} has "{key}", which may say what counts in the loss and is not read; write "weight", 0 or 1, or leave it out')
     answers = {key: flag_of(said[key], key, place) for key in COUNTS if said.get(key) is not None}
     if said.get(MASKED) is not None:

@@ -18,6 +18,8 @@ PROMISES = {".gz": "gz", ".zst": "zst", ".parquet": "parquet", ".arrow": "arrow"
 JSON_NAMES = (".json", ".jsonl", ".ndjson")
 # Names that promise text. Archives of other names are no text, as other files with zero bytes are none.
 TEXT_NAMES = (*JSON_NAMES, ".txt", ".md")
+# Texts in which tags or separators would be learnt.
+MARKUP = {".html": "a web page", ".htm": "a web page", ".xhtml": "a web page", ".csv": "CSV", ".tsv": "a table"}
 START_BYTES = 1024
 SIGNS = (
     (rb"\x1f\x8b", "gz"),
@@ -151,10 +153,27 @@ def check_content(start: bytes, path: Path, suffix: str, has_records: bool) -> N
         is_wrong = has_records or suffix in TEXT_NAMES
     elif kind in ("xz", "bz2"):
         is_wrong = has_records or suffix in TEXT_NAMES or not holds_zero(path, kind)
+    elif has_records and MARKUP.get(suffix.lower()) in ("CSV", "a table"):
+        raise InputError(f"{path}: is {MARKUP[suffix.lower()]} by its name; make JSON Lines of its rows")
     else:
         is_wrong = kind == "binary" and has_records and not is_utf16(start)
     if is_wrong:
         raise InputError(f"{path}: {told(kind)}")
+
+
+def markup_of(path: Path) -> str | None:
+    """What a text is that is learnt with its tags or separators, by its name or its first bytes; None of others."""
+    is_compressed = path.suffix[1:] in COMPRESSED
+    what = MARKUP.get((path.with_suffix("") if is_compressed else path).suffix.lower())
+    if what is None and path.suffix in (*PROMISES, *JSON_NAMES):
+        return None
+    try:
+        start = b"" if is_irregular(path) else read_start(path)
+    except OSError:
+        return None  # whoever opens it says why
+    if what is not None or kind_of_start(start) not in ("text", "page"):
+        return what if kind_of_start(start) in ("text", "page", *COMPRESSED) else None
+    return MARKUP[".html"] if re.match(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html)\b", start, re.IGNORECASE) else None
 
 
 def is_utf16(start: bytes) -> bool:

@@ -32,7 +32,7 @@ from .readers import InputFile, Reading
 from .tokenizer import make_tokenizer
 
 # Counts changes of what a part holds.
-VERSION = 6
+VERSION = 7
 # Documents are tokenized together up to this many bytes, so that a tokenizer can use all cores.
 BATCH_BYTES = 8 * 2**20
 # Small files are made together into a part up to this size; a larger file is one of its own.
@@ -79,7 +79,8 @@ class Part:
     path: Path  # without a suffix
     digests: np.ndarray  # uint8 [documents, 16]: BLAKE2b of the document, of a conversation what ChatTemplate.digest gives
     lengths: np.ndarray  # int64 [documents]: tokens
-    counts: dict[str, int]  # files, binary_files, empty_documents, empty_answers, duplicate_documents, not_utf8_documents
+    # files, binary_files, empty_documents, empty_answers, duplicate_documents, not_utf8_documents, and what InputFile tells
+    counts: dict[str, int]
 
     def tokens(self, suffix: str, dtype: str) -> np.ndarray:
         return token_array(self.path.with_suffix(suffix), dtype)
@@ -204,7 +205,7 @@ class PartMaker:
         seen: set[int] = set()
         for file in group:
             counts["files"] += 1
-            source = InputFile(file.path, self.settings.reading)
+            source = InputFile(file.path, self.settings.reading, counts)
             reported = 0
             for document in source.documents():
                 if not self._is_text(document, source.place):

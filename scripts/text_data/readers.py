@@ -7,6 +7,7 @@ a data set on disk. Text and JSON Lines may be compressed (.gz, .zst).
 from __future__ import annotations
 
 import codecs
+import collections
 import contextlib
 import fnmatch
 import gzip
@@ -16,11 +17,11 @@ import os
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
-from typing import BinaryIO, Callable, Iterator
+from typing import BinaryIO, Callable, Iterable, Iterator
 
 from .common import InputError, hub_advice, one_line, printable, real_path, refuse_address, refuse_to_replace
-from .conversations import RECORD_KEYS, bytes_of, conversation_of, kind_of
-from .formats import ARCHIVES, START_BYTES, TABLES, check_content, file_format, kind_of_start, refuse_archive, refuse_irregular
+from .conversations import bytes_of, conversation_of, is_checked, kind_of, unread_keys
+from .formats import ARCHIVES, START_BYTES, TABLES, check_content, file_format, kind_of_start, markup_of, refuse_archive, refuse_irregular
 from .tables import MAX_DOCUMENT_BYTES, check_size, import_pyarrow, table_rows
 
 
@@ -35,14 +36,19 @@ class Reading:
 
 LEFTOVERS = ("~", ".bak", ".tmp", ".part", ".partial", ".orig", ".old", ".crdownload", ".download", ".incomplete", ".aria2", ".swp")
 
+QUOTED_ALL = "'.[]'"
+MOST_KEYS = 200  # of one part that are told of
 
-def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: Callable[[str], None]) -> Iterator[Path]:
+
+def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: Callable[[str], None], texts: bool = False) -> Iterator[Path]:
     """Files as given, folders walked in sorted order, each file once, however often and by whatever names it is found. `out`,
     a file or a folder, is left out: it may lie inside a folder. As a given file it is refused. Links to folders are not
     followed, because they may lead in circles, or to what nobody meant. Without patterns, what editors and unfinished downloads
-    leave behind is left out of folders, and refused as a given file: a shell's * takes it. `print_line` tells of what is left out."""
+    leave behind is left out of folders, and refused as a given file: a shell's * takes it. Where `texts` are meant, web pages and CSV are
+    refused as given files, too. `print_line` tells of what is left out or doubtful."""
     links: list[Path] = []
     leftovers: list[Path] = []
+    markup: list[Path] = []
     twice: list[Path] = []
     seen: set[tuple[int, int]] = set()
     for path in walked_files(inputs, patterns, out, links):
@@ -57,12 +63,17 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: C
             twice.append(path)
         else:
             seen.add((status.st_dev, status.st_ino))
+            if texts and not patterns and (what := markup_of(path)):
+                if path in inputs and path.suffix != ".txt":
+                    raise InputError(f"{path}: is {what}, and would be learnt as it is written; if that is meant, name it .txt")
+                markup.append(path)
             yield path
     searched = [real_path(given) for given in inputs if os.path.isdir(given)]
     links = [link for link in links if not is_below(real_path(link), searched)]
     for paths, told in (
         (links, "links to folders are not followed; to have their files, give these folders, too"),
         (leftovers, "left out as what an editor or a download has left; to have such files, rename them or give --include"),
+        (markup, "web pages or CSV, learnt as they are written; make text or JSON Lines of them unless that is meant"),
         (twice, "found before, perhaps by another name; read once"),
     ):
         if paths:
@@ -150,8 +161,10 @@ def data_set_files(folder: Path, names: list[str]) -> list[str]:
 class InputFile:
     """The documents of a file, as bytes, which are UTF-8 if those of the file are; a conversation as JSON in one form."""
 
-    def __init__(self, path: Path, reading: Reading):
+    def __init__(self, path: Path, reading: Reading, told: collections.Counter | None = None):
+        """`told` counts records without the text's field as "lacking", their keys as "lacking KEY", and keys that are not read as "unread KEY"."""
         self.path, self._reading = path, reading
+        self._told = collections.Counter() if told is None else told
         self._raw: BinaryIO | None = None  # the file as it is stored
         self._table_position: int | None = None  # of a table
         self.is_binary = False  # valid once documents() has ended: nothing was read
@@ -246,7 +259,7 @@ class InputFile:
         """The whole file, or pieces of about split_bytes that end at line ends."""
         split_bytes = self._reading.split_bytes
         size = split_bytes or MAX_DOCUMENT_BYTES + 1
-        document = file.read(size)
+        document = file.read(size).removeprefix(codecs.BOM_UTF8)
         while True:
             if split_bytes and not document.endswith(b"\n"):
                 document += file.readline(MAX_DOCUMENT_BYTES + 1)
@@ -267,23 +280,36 @@ class InputFile:
             try:
                 record, is_utf8 = load_json(line)
             except (ValueError, RecursionError) as error:
-                raise InputError(f"{place}: is not JSON ({one_line(error)}); give JSON Lines, one object per line")
+                is_begin = number == 1 and line.strip().removeprefix(codecs.BOM_UTF8) in (b"[", b"{", b"[{")
+                made = f" (of such a file jq -c {'.' if line.strip().endswith(b'{') and b'[' not in line else QUOTED_ALL} makes them)" if is_begin else ""
+                raise InputError(f"{place}: is not JSON ({one_line(error)}); give JSON Lines, one object per line{made}")
             yield self._document_of(record, place, is_utf8)
 
     def _table_documents(self, kind: str) -> Iterator[bytes]:
         """The rows of a Parquet file or an Arrow table."""
         pyarrow = import_pyarrow(self.path, TABLES[kind])
-        fields = list(RECORD_KEYS) if self._reading.chat else [self._reading.field]
-        if fields == [None]:
+        if not self._reading.chat and self._reading.field is None:
             raise InputError(f"{self.path}: is {TABLES[kind]}; name the column of its text with --jsonl-field")
         self._raw = open(self.path, "rb")
         try:
             with self._raw:
-                yield from self._with_values(self._documents_of_rows(table_rows(pyarrow, self._raw, kind, fields, self.path)))
+                yield from self._with_values(self._documents_of_rows(table_rows(pyarrow, self._raw, kind, self._columns, self.path)))
         except (pyarrow.ArrowMemoryError, MemoryError) as error:
             raise MemoryError(f"{self.path}: {one_line(error)}")
         except (pyarrow.ArrowException, OverflowError, ValueError) as error:  # the last where a part of a message is there twice
             raise InputError(f"{self.path}: cannot be read as {TABLES[kind]} ({one_line(error)}); where it is cut short fetch it again, else fix it or leave it out")
+
+    def _columns(self, names: list[str]) -> list[str]:
+        """Those of a table that are read, first the one that must be there."""
+        if not self._reading.chat:
+            return [self._reading.field]
+        self._tell("unread", (f"{name} of records" for name in names if not is_checked(name)))
+        return ["messages", *(name for name in dict.fromkeys(names) if is_checked(name) and name != "messages")]
+
+    def _tell(self, what: str, keys: Iterable[str]) -> None:
+        for key in keys:
+            if len(self._told) < MOST_KEYS or f"{what} {key}" in self._told:
+                self._told[f"{what} {key}"] += 1
 
     def _documents_of_rows(self, rows: Iterator[tuple[dict, bool, int]]) -> Iterator[bytes | None]:
         for number, (row, is_utf8, self._table_position) in enumerate(rows, 1):
@@ -309,9 +335,16 @@ class InputFile:
             )
         if self._reading.chat:
             is_null = "messages" in record and record.get("messages") is None
-            return None if is_null else conversation_of(record, place, is_utf8)
+            if is_null:
+                return None
+            conversation = conversation_of(record, place, is_utf8)
+            self._tell("unread", unread_keys(record))
+            return conversation
         field = self._reading.field
         if (value := record.get(field)) is None:
+            if field not in record:
+                self._told["lacking"] += 1
+                self._tell("lacking", record)
             return None
         if not isinstance(value, str):
             raise InputError(

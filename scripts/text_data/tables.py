@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
-from typing import BinaryIO, Iterable, Iterator
+from typing import BinaryIO, Callable, Iterable, Iterator
 
 try:
     import numpy as np
@@ -41,20 +41,22 @@ def check_size(size: int, place: str, advice: str) -> None:
         raise InputError(f"{place}: a document of more than {MAX_DOCUMENT_BYTES // 2**20} MiB; {advice}")
 
 
-def table_rows(pyarrow, file: BinaryIO, kind: str, fields: list[str], path: Path) -> Iterator[tuple[dict, bool, int]]:
-    """The rows with the values of these columns, of which the first must be there; whether a row is UTF-8, if not as
+def table_rows(pyarrow, file: BinaryIO, kind: str, columns: Callable[[list[str]], list[str]], path: Path) -> Iterator[tuple[dict, bool, int]]:
+    """The rows with the values of those `columns` that it chooses of all, of which the first must be there; whether a row is UTF-8, if not as
     readers.load_json() has it; and about where in the file the row ends."""
     stream = kind == "arrow" and file.read(6) != b"ARROW1"
     file.seek(0)
     if kind == "parquet":
         table = pyarrow.parquet.ParquetFile(file)
         schema = table.schema_arrow
+        fields = columns(schema.names)
         check_columns(schema, fields, path)
         pieces = table.iter_batches(rows_at_once(pyarrow, table, fields), columns=fields, use_threads=False)
         placed = with_shares(pieces, table.metadata.num_rows, os.fstat(file.fileno()).st_size)
     else:
         table = pyarrow.ipc.open_stream(file) if stream else pyarrow.ipc.open_file(file)
         schema = table.schema
+        fields = columns(schema.names)
         check_columns(schema, fields, path)
         pieces = whole_stream(table, file, path) if stream else map(table.get_batch, range(table.num_record_batches))
         placed = with_places(pieces, file)

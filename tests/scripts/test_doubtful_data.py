@@ -94,8 +94,55 @@ class Templates(Doubtful):
                 assert_told(self, self.prepare(chats, TEMPLATE.replace(HEADER, prompt)), "prompt")
         self.assertEqual(self.prepare(chats, TEMPLATE).stderr, "")
 
+    def test_targets_that_hold_more_or_less_than_the_reply(self):
+        chats = self.write_chats([GREETING])
+        reply = "{% if m.role == 'user' %}{% generation %}{{ m.content }}{% endgeneration %}{% else %}{{ m.content }}{% endif %}"
+        assert_told(self, self.prepare(chats, TEMPLATE.replace(PROMPT, "")), "assistant", "add_generation_prompt")
+        assert_told(self, self.prepare(chats, TEMPLATE.replace("{{ m.content }}", reply)), "generation")
+        reply = reply.replace("'user'", "'assistant'").replace("{% endgeneration %}{% else %}{{ m.content }}", "<|im_end|>{% endgeneration %}{% else %}{{ m.content }}")
+        assert_ended_well(self, result := self.prepare(chats, TEMPLATE.replace("{{ m.content }}", reply).replace(PROMPT, "")))
+        self.assertEqual(result.stderr, "")
+
+    def test_the_time_in_it(self):
+        chats = self.write_chats([GREETING])
+        assert_told(self, self.prepare(chats, "{{ strftime_now('%d %b') }}" + TEMPLATE), "time")
+        unused = self.prepare(chats, "{% if tools %}{{ strftime_now('%d %b') }}{% endif %}" + TEMPLATE)
+        self.assertEqual((unused.returncode, unused.stderr), (0, ""))
+
 
 class Files(Doubtful):
+    def test_pages_and_csv(self):
+        page, rows = "<!DOCTYPE html>\n<html><body>a</body></html>\n", "id,text\n1,some text\n"
+        for name, content in (("a.html", page), ("b.htm.gz", gzip.compress(page.encode() + b" ")), ("c.csv", rows), ("page", page + "  ")):
+            with self.subTest(name):
+                path = self.write("texts/" + name, content)
+                assert_refused(self, self.prepare_text(path), name)
+                self.info(self.prepare_text(path.parent, "--include", name))
+        result = self.prepare_text(self.folder / "texts")
+        assert_told(self, result, "a.html", "3 more")
+        self.assertEqual(self.info(result)["train"]["documents"], 4)
+        assert_told(self, self.prepare_text(self.write("page.txt", page)), "page.txt")
+        assert_refused(self, self.prepare_text(self.folder / "texts/c.csv", "--jsonl-field", "text"), "c.csv", "JSON Lines")
+
+    def test_records_without_the_field(self):
+        path = self.write("a.jsonl", '{"text": "a"}\n{"content": "lost", "id": 1}\n{"content": "lost"}\n{"text": null}\n')
+        result = self.prepare_text(path, "--jsonl-field", "text")
+        assert_told(self, result, "2 records", "content, id")
+        self.assertEqual(self.info(result)["left_out"]["empty_documents"], 3)
+
+    def test_json_over_several_lines(self):
+        for content, command in (([{"text": "a"}], "jq -c '.[]'"), ({"text": "a"}, "jq -c .")):
+            path = self.write("a.json", json.dumps(content, indent=1))
+            assert_refused(self, self.prepare_text(path, "--jsonl-field", "text"), "a.json:1", command)
+
+    def test_a_byte_order_mark_is_no_text(self):
+        for name in ("a.txt", "b.txt.gz"):
+            for options in ((), ("--split-bytes", "4")):
+                content = b"\xef\xbb\xbfwords\n"
+                path = self.write(name, gzip.compress(content) if name.endswith("gz") else content)
+                self.info(self.prepare_text(path, *options))
+                self.assertEqual(list((self.out / "train-00000.npy").read_bytes()[::2][:2]), [ord("w"), ord("o")])
+
     def test_one_file_by_several_names(self):
         path = self.write("texts/a.txt", "some text")
         os.link(path, self.folder / "b.txt")
@@ -181,6 +228,32 @@ class Conversations(Doubtful):
                 with self.subTest(key, form=form):
                     path = self.write_chats([{"messages": GREETING, key: value}, {"messages": [user("hi"), assistant("hello")]}], form)
                     assert_refused(self, self.prepare(path), path.name, key)
+
+    def test_what_is_not_to_be_learnt(self):
+        for more in ({"label": False}, {"rejected": [assistant("no")]}, {"rejected_response": "no"}, {"chosen": [assistant("yes")]}, {"deleted": True},
+                     {"split": "test"}, {"train_on_inputs": True}, {"sampleWeight": 0.5}, {"System": "Be brief."}, {"system_message": "Be brief."}):
+            for form in FORMS:
+                with self.subTest(more, form=form):
+                    path = self.write_chats([{"messages": [user("hi"), assistant("hello")], **more}, {"messages": GREETING}], form)
+                    assert_refused(self, self.prepare(path), path.name, next(iter(more)))
+        for more in ({"rejected": "no"}, {"prefix": True}, {"channel": "analysis"}, {"text": "other words"}, {"deleted": True}, {"label": False}):
+            with self.subTest(more, of="message"):
+                path = self.write_chats([GREETING, [user("hi"), assistant("hello") | more]])
+                assert_refused(self, self.prepare(path), path.name, next(iter(more)))
+
+    def test_what_else_is_not_read_is_named(self):
+        more = {"id": 3, "source": "a", "label": True, "split": "train_sft", "deleted": False, "category": "maths", "train_id": 5, "skip_formatting": False}
+        for form in FORMS:
+            with self.subTest(form):
+                said = [user("hi", name="Al"), assistant("hello", timestamp="now", channel="final")]
+                shown = TEMPLATE.replace("{{ m.content }}", "{{ m.channel }}{{ m.content }}")
+                result = self.prepare(self.write_chats([{"messages": said, **more}, {"messages": GREETING}], form), shown)
+                assert_ended_well(self, result)
+                (line,) = [line for line in result.stderr.splitlines() if "not read" in line]
+                for name in ("id of", "source", "category", "name of", "timestamp"):
+                    self.assertIn(name, line)
+                self.assertNotIn("channel", line)
+                self.assertEqual(self.info(result)["train"]["documents"], 2)
 
     def test_content_with_the_token_that_ends_turns(self):
         """Text that a template made before has it."""
