@@ -303,6 +303,25 @@ bool are_bytes(const std::vector<std::string>& pages, TokenType type) {
          chi_square <= most;
 }
 
+// Whether the lower bytes of ids of 16 bits are the upper ones of a vocabulary of up to 1024: nearly all small
+// beside upper bytes of many values. Text in UTF-16 has a few others: its mark of byte order, and characters.
+bool are_swapped(const std::vector<std::string>& pages, TokenType type) {
+  constexpr int64_t kLeast = 256;
+  constexpr size_t kLeastValues = 16;
+  constexpr uint8_t kGreatestUpper = 3;
+  int64_t ids = 0, others = 0;
+  std::set<uint8_t> lower;
+  for (const std::string_view page : pages) {
+    for (size_t i = 0; i + 2 <= page.size(); i += 2) {
+      if (page[i] == 0 && page[i + 1] == 0) continue;  // as in padding
+      ++ids;
+      others += byte_at(page, i) > kGreatestUpper;
+      lower.insert(byte_at(page, i + 1));
+    }
+  }
+  return type == TokenType::kUint16 && ids >= kLeast && 100 * others <= ids && lower.size() >= kLeastValues;
+}
+
 // By the statistics of its numbers.
 Format format_of_numbers(const ReadOnlyFile& file, TokenType type, const std::vector<std::string>& pages,
                          char first) {
@@ -313,6 +332,10 @@ Format format_of_numbers(const ReadOnlyFile& file, TokenType type, const std::ve
   }
   if (are_floats(pages)) return {"has ids as floating-point numbers", kWriteIntegers};
   if (are_bytes(pages, type)) return {"has ids of 8 bits", kWriteIntegers};
+  if (are_swapped(pages, type)) {
+    return {"has ids with the upper byte first, or text in UTF-16",
+            "write ids as numpy's astype('<u2') and tofile() do"};
+  }
   return {};
 }
 

@@ -181,7 +181,7 @@ class Tasks(RunFolder):
         data["train"].append(strange)
         self.config["checkpoint"]["folder"] = self.path("mixed")
         result = self.train(self.config)
-        self.assert_exit(result, 0)
+        self.assert_exit(result, 2)
         self.assertIn(f"{strange} {says}", result.stderr)
         # What is not there any more, or does not say, is no reason.
         os.remove(self.path("train/data.json"))
@@ -354,6 +354,7 @@ class Tasks(RunFolder):
         self.assert_exit(self.train(self.config), 0)
         with open(self.prepare("copa"), encoding="utf-8") as file:
             header, first, second = map(json.loads, file)
+        self.assertEqual(header["documents"], 2)
 
         def with_choice(**changes):
             return {**first, "choices": [{**first["choices"][0], **changes}, first["choices"][1]]}
@@ -365,6 +366,8 @@ class Tasks(RunFolder):
             ("version", [{**header, "version": 3}, first], ["line 1", "version"]),
             ("metric", [{**header, "metric": "f1"}, first], ["line 1", "f1"]),
             ("no task", [{**header, "task": ""}, first], ["line 1", "task"]),
+            ("cut", [header, first], ["documents", "1", "2"]),
+            ("documents of text", [{**header, "documents": "2"}, first, second], ["line 1", "documents"]),
             ("a number", [header, 7], ["line 2", "JSON object"]),
             ("label", [header, first, {**second, "label": 2}], ["line 3", "label", "0 to 1"]),
             ("label of text", [header, {**first, "label": "1"}], ["line 2", "label"]),

@@ -24,6 +24,7 @@ from token_runs import TokenRuns, np, random_ids
 sys.path.append(str(Path(__file__).resolve().parents[1] / "scripts"))
 from tiny_tokenizers import llama2_like, qwen_like  # noqa: E402
 
+FIXTURE = Path(__file__).resolve().parents[1] / "fixtures/huggingface/llama_mha"
 LENGTH, VOCAB = 256, 272
 CHAT = {"sequence_length": LENGTH, "loss_mask": True, "documents": "separate"}
 
@@ -174,6 +175,37 @@ class Tokenizers(Files):
         self.assert_refused_everywhere(self.of("a", tokenizer=self.other), self.path("a/tokenizer"), os.path.dirname(self.other), "data.tokenizer")
         self.assert_refused_everywhere(self.of("d", tokenizer=self.other), self.path("d"), os.path.dirname(self.other), "data.tokenizer")
         self.assert_taken(self.of("a", tokenizer=self.one))
+
+    def test_the_imported_models_tokenizer_is_that_of_the_data(self):
+        model = shutil.copytree(FIXTURE, self.path("model"))
+        for name in os.listdir(os.path.dirname(self.one)):
+            shutil.copy(f"{os.path.dirname(self.one)}/{name}", model)
+        for source, kept in ((FIXTURE, "without"), (model, "imported")):
+            assert_ended_well(self, parka("import", source, "--out", self.path(kept)))
+
+        def trained(data, base):
+            folder = self.path("run")
+            values = {"data.train": json.dumps([self.path(f"{data}/train-00000.npy")]), "data.sequence_length": 16, "training.steps": 1,
+                      "training.global_batch_size": 1, "training.micro_batch_size": 1, "training.eval_interval": 0, "device.kind": "cpu",
+                      "optimizer.schedule.warmup_steps": 0, "checkpoint.folder": folder}
+            self.forget_run()
+            return parka("train", f"{self.path(base)}/config.json", *(word for key, value in values.items() for word in ("--set", f"{key}={value}")))
+
+        self.assert_not_trained(trained("d", "imported"), self.path("d"), self.path("imported"), "--tokenizer")
+        self.assert_not_trained(trained("b", "imported"), self.path("b/tokenizer"))
+        shutil.rmtree(self.path("b/tokenizer"))
+        self.assert_not_trained(trained("b", "imported"), self.path("b/tokenizer"), self.path("imported"))
+        self.assert_not_trained(trained("d", "without"), "model.vocab_size")  # which is read later
+
+    def test_data_without_the_copy_of_their_tokenizer(self):
+        for folder in "ab":
+            shutil.rmtree(self.path(f"{folder}/tokenizer"))
+        for tokenizer in (self.one, self.other):
+            self.assert_refused_everywhere(self.of("a", tokenizer=tokenizer), self.path("a/tokenizer"), os.path.dirname(tokenizer))
+        self.assert_refused_everywhere(self.of("a", "b"), self.path("a"), self.path("b"))
+        self.assert_refused_everywhere(self.of("b", "c"), self.path("b"), self.path("c"))
+        self.assert_taken(self.of("a", "c"))  # one checksum
+        self.assert_taken(self.of("a"))
 
     def test_folders_of_several_tokenizers(self):
         for other in "bd":

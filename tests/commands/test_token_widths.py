@@ -55,6 +55,23 @@ class Widths(TokenRuns):
                 self.assert_not_trained_or_told(self.train(self.config([path], vocab)), name, DTYPE_KEY)
         self.refuse_everywhere(path, 50304, good)
 
+    def test_ids_with_the_upper_byte_first(self):
+        good = self.write("good.npy", random_ids(COUNT, 50304))
+        for name, vocab in (("letters.bin", 66), ("bytes.npy", 257), ("small.npy", 1000)):
+            path = self.write(name, random_ids(COUNT, vocab, ">u2"))
+            with self.subTest(name):
+                self.forget_run()
+                self.assert_not_trained(self.train(self.config([path], 65536)), name, "<u2")
+        text = self.write("text.npy", ("\ufeff" + "Some words of a plain text, and others.\n" * 60 + "\u201cend\u201d").encode("utf-16-be"))
+        self.refuse_everywhere(text, 65536, good, "<u2")
+
+    def test_ids_that_are_multiples_of_256_by_chance_are_trained_on(self):
+        few = self.write("few.npy", np.array([0, 256, 512, 2048], "<u2")[random_ids(COUNT, 4)])
+        rare = self.write("rare.npy", np.where(random_ids(COUNT, 20) == 1, 7, random_ids(COUNT, 200, seed=1) * 256).astype("<u2"))
+        for path in (few, rare):
+            self.assertEqual(self.train(self.config([path], 65536)).returncode, 0)
+            self.forget_run()
+
     def test_int64_ids_read_as_uint16(self):
         """Three of four ids are 0."""
         path = self.write("long.npy", random_ids(COUNT, 50304, "<i8"))

@@ -391,7 +391,9 @@ TEST_CASE("a bad override is refused", "[engine][config]") {
       {"checkpoint.folder=\xff", "command line: checkpoint.folder: not valid UTF-8: \"\xEF\xBF\xBD\""},
       {"data.train=" + std::string(100000, '['),
        "command line: data.train: expected an array of strings, got a string \"" + std::string(100, '[') +
-           "...\"; write it in square brackets"},
+           "...\"; quote it for the shell, as in --set 'KEY=[\"TEXT\"]'"},
+      {"data.train=a",
+       "command line: data.train: expected an array of strings, got a string \"a\"; write it in square brackets"},
       // A combination is the fault of neither alone.
       {"model.num_heads=3", ": model.d_model = 2048 is not a multiple of model.num_heads = 3; change one of them"},
   }));

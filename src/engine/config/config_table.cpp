@@ -170,7 +170,10 @@ std::string set_text(const TextField& field, const json& value) {
 
 std::string set_text_list(const TextListField& field, const json& value) {
   if (value.is_string()) {
-    return fmt::format("expected an array of strings, got {}; write it in square brackets", describe_json(value));
+    const bool is_unquoted = value.get_ref<const std::string&>().starts_with('[');
+    return fmt::format(
+        "expected an array of strings, got {}; {}", describe_json(value),
+        is_unquoted ? "quote it for the shell, as in --set 'KEY=[\"TEXT\"]'" : "write it in square brackets");
   }
   if (!value.is_array()) return wrong_type("an array of strings", value);
   std::vector<std::string> texts;

@@ -125,14 +125,19 @@ void DataDescriptions::check_content(const ReadOnlyFile& file, const std::functi
   const json content = contents->value(path.filename().string(), json());
   const auto differs = [&](const char* key, const json& own) { return content.value(key, own) != own; };
   if (!content.is_object()) return;
-  if (!differs("bytes", file.size()) && !differs("ends", fmt::format("{:016x}", xxh3_64(file.ends()))) &&
-      (!checksum || !differs("checksum", checksum()))) {
-    return;
+  std::string difference;
+  if (differs("bytes", file.size())) {
+    difference = fmt::format("size ({} bytes, there {})", file.size(), content.at("bytes").dump());
+  } else if (differs("ends", fmt::format("{:016x}", xxh3_64(file.ends())))) {
+    difference = "beginning or end";
+  } else if (checksum && differs("checksum", checksum())) {
+    difference = "checksum";
   }
+  if (difference.empty()) return;
   throw_bad_input(
-      "{}: has {} bytes and is not the file of {} that {} describes, but cut, damaged, of another preparation or "
-      "another file under this name; copy the folder again",
-      file.path(), file.size(), content.value("bytes", json()).dump(), description_path(path).string());
+      "{}: its {} is not as {} says: it is cut, damaged, of another preparation or another file under this name; copy "
+      "the folder again",
+      file.path(), difference, description_path(path).string());
 }
 
 void DataDescriptions::check_complete(const std::string& pattern, const std::vector<std::string>& files) {

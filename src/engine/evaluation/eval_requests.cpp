@@ -179,7 +179,8 @@ void open_images(const LineReader& reader, const ImageRules& rules, EvalTask& ta
   }
 }
 
-void read_header(const LineReader& reader, const ImageRules& rules, EvalTask& task) {
+// Returns how many documents follow, at least.
+int64_t read_header(const LineReader& reader, const ImageRules& rules, EvalTask& task) {
   if (reader.line().value("kind", json()) != kKind) {
     throw_bad_input("{}: is not the first line of a request file; make one with scripts/prepare_eval.py",
                     reader.where());
@@ -192,6 +193,7 @@ void read_header(const LineReader& reader, const ImageRules& rules, EvalTask& ta
   task.metric = read_metric(reader);
   task.tokenizer = described_tokenizer(reader.line());
   if (version == kVersionWithImages) open_images(reader, rules, task);
+  return reader.line().contains("documents") ? reader.integer(reader.line(), "documents", 0, kMaxDimension) : 0;
 }
 
 }  // namespace
@@ -201,7 +203,7 @@ EvalTask read_requests(const std::string& path, int64_t vocab_size, int64_t sequ
   constexpr int64_t kLargestFile = int64_t{4} << 30;
   const std::string all = read_text(path, kLargestFile);
   EvalTask task{.path = path, .name = {}, .metric = TaskMetric::kAcc, .documents = {}};
-  int64_t number = 0;
+  int64_t number = 0, least = 0;
   for (size_t begin = 0; begin < all.size(); ++number) {
     const size_t end = std::min(all.find('\n', begin), all.size());
     const std::string where = fmt::format("{}, line {}", path, number + 1);
@@ -209,13 +211,19 @@ EvalTask read_requests(const std::string& path, int64_t vocab_size, int64_t sequ
         parse_json_text(std::string_view(all).substr(begin, end - begin), where, JsonComments::kRefused), where);
     begin = end + 1;
     if (number == 0) {
-      read_header(reader, images, task);
+      least = read_header(reader, images, task);
     } else {
       task.documents.push_back(read_document(reader, task, images, vocab_size, sequence_length));
     }
   }
   if (task.documents.empty()) {
     throw_bad_input("{}: has no documents; make it with scripts/prepare_eval.py", path);
+  }
+  if (const size_t found = task.documents.size(); found < static_cast<size_t>(least)) {
+    throw_bad_input(
+        "{}: is cut: it has {} documents, and \"documents\" in its first line says {}; copy it again, or correct that "
+        "number if fewer are meant",
+        path, found, least);
   }
   return task;
 }

@@ -85,6 +85,11 @@ bool is_same_tokenizer(const std::string& a, const std::string& b) {
   return one.is_object() && one == read_without(b, {"post_processor"});
 }
 
+bool have_same_tokenizer(const fs::path& one, const fs::path& other) {
+  return has_tokenizer(one) && has_tokenizer(other) &&
+         is_same_tokenizer(one / kTokenizerName, other / kTokenizerName);
+}
+
 json read_if_there(const fs::path& path) {
   return file_exists(path.string()) ? read_outline(path.string()) : json::object();
 }
@@ -155,8 +160,7 @@ std::optional<std::string> find_tokenizer(const std::string& path, const json& s
 }
 
 bool have_different_tokenizers(const std::string& one, const std::string& other) {
-  return has_tokenizer(one) && has_tokenizer(other) &&
-         !is_same_tokenizer((fs::path(one) / kTokenizerName).string(), (fs::path(other) / kTokenizerName).string());
+  return has_tokenizer(one) && has_tokenizer(other) && !have_same_tokenizer(one, other);
 }
 
 std::string open_tokenizer(const std::string& path, const std::string& where) {
@@ -197,10 +201,17 @@ void check_tokenizer(const Config& config) {
                        description.value("chat", json())};
     if (made.tokenizer.empty()) return;
     const bool is_bytes = made.tokenizer == "bytes";
-    if ((is_bytes && !named.empty()) || (!is_bytes && have_different_tokenizers(run, made.folder))) {
+    if (!run.empty() && !is_bytes && !has_tokenizer(made.folder)) {
+      throw_bad_input(
+          "{}: was made with a tokenizer whose copy {} is missing, and nothing else tells whether it is that of the "
+          "run, {}; copy the folder, too",
+          file, made.folder, run);
+    }
+    if (!run.empty() && (is_bytes || !have_same_tokenizer(run, made.folder))) {
       throw_bad_input("{}: was made with {}, and the run would have {}, to which its ids mean other texts; {}",
                       file, is_bytes ? "the tokenizer of bytes" : made.folder, run,
-                      is_bytes ? "take data.tokenizer out"
+                      is_bytes ? (named.empty() ? "" : "take data.tokenizer out, or ") +
+                                     ("prepare the data with --tokenizer " + run)
                                : "set data.tokenizer=" + made.folder + ", or prepare the data with the other");
     }
     if (!first) first = made;
@@ -209,11 +220,11 @@ void check_tokenizer(const Config& config) {
                   file, made.chat.dump(), first->file, first->chat.dump());
     }
     if (made.tokenizer == first->tokenizer) return;
-    if (is_bytes || first->tokenizer == "bytes" || have_different_tokenizers(first->folder, made.folder)) {
+    if (is_bytes || first->tokenizer == "bytes" || !have_same_tokenizer(first->folder, made.folder)) {
       throw_bad_input(
           "data.train: {} was made with another tokenizer than {}, and their ids mean other texts; prepare both with "
-          "one --tokenizer",
-          file, first->file);
+          "one --tokenizer, or copy the folder {} of each if these are the same",
+          file, first->file, kTokenizerFolder);
     }
   });
 }

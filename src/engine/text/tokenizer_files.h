@@ -32,8 +32,8 @@ std::string open_tokenizer(const std::string& path, const std::string& where);
 void keep_tokenizer(const Config& config);
 
 // Throws what keep_tokenizer() would throw; it writes nothing. Throws Error(kBadInput), too, if files of data.train
-// were made with several tokenizers, or with another than data.tokenizer or else that of checkpoint.init_from, as
-// data.json and the tokenizer beside them tell.
+// were made with several tokenizers, or not with data.tokenizer or else that of checkpoint.init_from, as data.json
+// and the tokenizer beside them tell.
 void check_tokenizer(const Config& config);
 // Likewise, but a tokenizer or a model that is not there says nothing.
 void check_present_tokenizer(const Config& config);
