@@ -121,6 +121,8 @@ TEST_CASE("A process among several of which only a part is known does not train 
                                   {{"RANK", "1"}, {"MASTER_ADDR", "node1"}},
                                   {{"LOCAL_RANK", "1"}},
                                   {{"LOCAL_WORLD_SIZE", "2"}, {"LOCAL_RANK", "0"}},
+                                  {{"MASTER_ADDR", "node1"}, {"NNODES", "2"}},
+                                  {{"MASTER_ADDR", "node1"}, {"NODE_RANK", "1"}},
                                   {{"OMPI_COMM_WORLD_RANK", "1"}},
                                   {{"OMPI_COMM_WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_RANK", "2"}},
                                   {{"PMI_RANK", "1"}},

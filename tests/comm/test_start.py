@@ -327,7 +327,7 @@ class StartTest(RanksTest):
                 wrong = start(1, "rendezvous_seconds=0.5", "notice_seconds=9", PARKA_RENDEZVOUS_SECRET_FILE=other)
                 self.assertIn("PARKA_RENDEZVOUS_SECRET_FILE", wrong.communicate(timeout=60)[1])
                 self.assertEqual(wrong.returncode, 2)
-                rank_1 = start(1, PARKA_RENDEZVOUS_SECRET_FILE=secret)
+                rank_1 = start(1, PARKA_RENDEZVOUS_SECRET="0123456789abcdef")
                 for number, rank in enumerate((rank_0, rank_1)):
                     self.assertEqual((rank.communicate(timeout=60)[1], rank.returncode), (f"rank {number} of 2\n", 0))
             with self.subTest("a false rank 0"), socket.create_server(("localhost", port)) as false:
@@ -339,6 +339,11 @@ class StartTest(RanksTest):
                 for lines in said:
                     self.assertNotIn(b"0123456789abcdef", lines)
                     self.assertEqual(lines.count(b"\n"), 1, lines)
+            for given in ({"PARKA_RENDEZVOUS_SECRET": "short"}, {"PARKA_RENDEZVOUS_SECRET": 16 * "x", "PARKA_RENDEZVOUS_SECRET_FILE": secret}):
+                with self.subTest(given):
+                    refused = start(1, **given)
+                    self.assertIn("PARKA_RENDEZVOUS_SECRET", refused.communicate(timeout=60)[1])
+                    self.assertEqual(refused.returncode, 2)
             short = os.path.join(folder, "short")
             with open(short, "w", encoding="ascii") as file:
                 file.write("short\n")

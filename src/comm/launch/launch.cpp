@@ -58,8 +58,7 @@ std::unique_ptr<Transport> join_ranks(const LaunchedAs& launched, LocalRank loca
     place.addresses = {launched.address};
     place.port = launched.port;
     place.word.token = fmt::format("{}/{}", launched.token, size);
-    const char* const secret_file = std::getenv(kSecretFile);
-    if (secret_file != nullptr) place.word.secret = read_secret(secret_file);
+    place.word.secret = read_secret();
   } else {
     place.reach = Reach::kThisHost;
     place.addresses = loopback_addresses();

@@ -133,13 +133,16 @@ LaunchedAs named_by_slurm(const Environment& variable) {
   return launched;
 }
 
-// Refuses one process among several that have only been numbered within their host.
+// Refuses one process among several of which only hosts, or those of a host, are numbered.
 void refuse_numbered_alone(const Environment& variable) {
-  if (number_in(variable, "LOCAL_RANK", 0) == 0 && number_in(variable, "LOCAL_WORLD_SIZE", 1) == 1) return;
-  throw_bad_input(
-      "LOCAL_RANK is {}, and LOCAL_WORLD_SIZE is {}, but RANK and WORLD_SIZE are not set: set all four, or unset these "
-      "to start one rank",
-      shown(variable, "LOCAL_RANK"), shown(variable, "LOCAL_WORLD_SIZE"));
+  for (const auto& [name, alone] :
+       {std::pair{"LOCAL_RANK", 0}, {"LOCAL_WORLD_SIZE", 1}, {"NODE_RANK", 0}, {"NNODES", 1}}) {
+    if (number_in(variable, name, alone) == alone) continue;
+    throw_bad_input(
+        "{} is {}, but RANK and WORLD_SIZE are not set: give each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
+        "(docs/cluster.md), or unset it to start one rank",
+        name, shown(variable, name));
+  }
 }
 
 }  // namespace

@@ -185,8 +185,11 @@ Listener::Listener(Reach reach, int port) {
     if (fd_ < 0) fd_ = listen_over_ipv6(in6addr_loopback, port);
   }
   if (fd_ < 0) {
-    throw_bad_input("cannot listen on {}: {}", port == 0 ? "any TCP port" : fmt::format("TCP port {}", port),
-                    std::strerror(errno));
+    if (port == 0) throw_bad_input("cannot listen on any TCP port: {}", std::strerror(errno));
+    throw_bad_input(
+        "cannot listen on TCP port {}: {}; another rank 0, another run or another program may have it: give each process "
+        "its own RANK, and each run on this host a MASTER_PORT of its own",
+        port, std::strerror(errno));
   }
   sockaddr_in6 bound{};  // the port is at the same place for both families
   socklen_t length = sizeof(bound);

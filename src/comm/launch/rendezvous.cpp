@@ -138,11 +138,11 @@ class Reception {
 // The meaning of an answer that is no welcome: who listens there.
 std::string meaning_of(const std::string& answer, int other) {
   if (answer == kNeedsSecret)
-    return fmt::format("rank {} has a secret, and this one has not: set {}", other, kSecretFile);
+    return fmt::format("rank {} has a secret, and this one has not: set {}", other, kSecret);
   if (answer == kKnowsNoSecret)
-    return fmt::format("rank {} has no secret, and this one has: set {} there", other, kSecretFile);
+    return fmt::format("rank {} has no secret, and this one has: set {} there", other, kSecret);
   if (answer.starts_with(kProve))
-    return fmt::format("somebody answers who does not know the secret of {}", kSecretFile);
+    return fmt::format("somebody answers who does not know the secret of {}", kSecret);
   // A port of the same number on another network, a run of another size, a run before this.
   return fmt::format("somebody answers who is not rank {} of this run", other);
 }

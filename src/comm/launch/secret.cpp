@@ -1,6 +1,7 @@
 #include "comm/launch/secret.h"
 
 #include <array>
+#include <cstdlib>
 #include <filesystem>
 #include <fstream>
 
@@ -25,25 +26,35 @@ void require_sodium() {
   if (sodium_init() < 0) throw_internal("libsodium has no source of random numbers");
 }
 
-}  // namespace
-
-std::string read_secret(const std::string& path) {
+std::string read_file(const char* path) {
   std::error_code error;
   if (!std::filesystem::is_regular_file(path, error)) {
     throw_bad_input("{}: {}: {}", kSecretFile, path, error ? error.message() : "is not a regular file");
   }
-  std::string secret(kMostBytes, '\0');
+  std::string text(kMostBytes, '\0');
   std::ifstream file(path, std::ios::binary);
-  file.read(secret.data(), static_cast<std::streamsize>(secret.size()));
+  file.read(text.data(), static_cast<std::streamsize>(text.size()));
   if (!file.is_open() || file.bad()) throw_bad_input("{}: {}: cannot be read", kSecretFile, path);
-  secret.resize(static_cast<size_t>(file.gcount()));
+  text.resize(static_cast<size_t>(file.gcount()));
+  return text;
+}
+
+std::string checked(std::string secret, const std::string& name) {
+  const bool is_long = secret.size() >= kMostBytes;
   secret.resize(secret.find_last_not_of(" \t\r\n") + 1);
-  if (secret.size() < kFewestBytes || file.good()) {
-    throw_bad_input("{}: {}: holds {} characters; a secret has from {} to {} (openssl rand -hex 32 makes one)",
-                    kSecretFile, path, file.good() ? "more" : std::to_string(secret.size()), kFewestBytes,
-                    kMostBytes - 1);
-  }
-  return secret;
+  if (secret.size() >= kFewestBytes && !is_long) return secret;
+  throw_bad_input("{}: holds {} characters; a secret has from {} to {} (openssl rand -hex 32 makes one)", name,
+                  is_long ? "more" : std::to_string(secret.size()), kFewestBytes, kMostBytes - 1);
+}
+
+}  // namespace
+
+std::string read_secret() {
+  const char *const text = std::getenv(kSecret), *const path = std::getenv(kSecretFile);
+  if (text != nullptr && path != nullptr)
+    throw_bad_input("{} and {} are both set: unset one", kSecret, kSecretFile);
+  if (text != nullptr) return checked(text, kSecret);
+  return path == nullptr ? "" : checked(read_file(path), fmt::format("{}: {}", kSecretFile, path));
 }
 
 std::string random_nonce() {

@@ -5,12 +5,13 @@
 // libsodium computes; no_sodium.cpp replaces it in builds without.
 namespace parka {
 
-// The environment variable that names its file.
-inline constexpr const char* kSecretFile = "PARKA_RENDEZVOUS_SECRET_FILE";
+// The environment variables that hold it, or name its file.
+inline constexpr const char *kSecret = "PARKA_RENDEZVOUS_SECRET", *kSecretFile = "PARKA_RENDEZVOUS_SECRET_FILE";
 
-// The contents of that file, without the line's end. Throws Error(kBadInput), which names it, if it cannot be read
-// or holds too little, or if this build cannot use it.
-std::string read_secret(const std::string& path);
+// The secret of kSecret or of the file of kSecretFile, without the line's end; empty where neither is set. Throws
+// Error(kBadInput), which names the variable, if both are set, if the file cannot be read or the secret is too
+// short, or if this build cannot use one.
+std::string read_secret();
 
 // A random word that no other exchange has.
 std::string random_nonce();
