@@ -52,5 +52,6 @@ FUZZ_TARGET(image_files) {
   place_file("images-00000.pixels", parts[2]);
   if (parts[0].empty()) return;
   accepts([&] { read_images(path); });
-  accepts([&] { data_statistics(TokenFile(path, TokenType::kUint16), {}, kVocabSize); });
+  DataDescriptions descriptions;
+  accepts([&] { data_statistics(TokenFile(path, TokenType::kUint16), descriptions, {}, kVocabSize); });
 }

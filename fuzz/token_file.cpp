@@ -66,5 +66,6 @@ FUZZ_TARGET(token_file) {
         ExampleRules{.separate_documents = true, .document_ids = {.start = 3, .end = 3}}}) {
     accepts([&] { read_examples(path, type, rules); });
   }
-  accepts([&] { data_statistics(TokenFile(path, type), {}, kAnyId); });
+  DataDescriptions descriptions;
+  accepts([&] { data_statistics(TokenFile(path, type), descriptions, {}, kAnyId); });
 }
