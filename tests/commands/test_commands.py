@@ -271,14 +271,9 @@ class StepTime(RunFolder):
     def test_every_option_counts(self):
         stage = ("--gpus", "8", "--nodes", "2", "--set", "distributed.zero_stage=3")
         normal = self.plan(*stage)
-        for option, value, sign in [("--link-bandwidth", "0.1", 1), ("--network-bandwidth", "0.01", 1), ("--start-latency", "0.1", -1),
-                                    ("--link-latency", "1000", 1), ("--network-latency", "1000", 1), ("--slowest-gpu", "10", 1)]:
+        for option, value in [("--link-bandwidth", "0.1"), ("--network-bandwidth", "0.01")]:
             with self.subTest(option):
-                difference = self.plan(*stage, option, value)["seconds"] - normal["seconds"]
-                self.assertGreater(sign * difference, 0)
-        # The latency of these small collectives hides behind nothing: what they cost beside them shows without it.
-        quick = (*stage, "--link-bandwidth", "0.1", "--start-latency", "1e-6", "--link-latency", "1e-6", "--network-latency", "1e-6")
-        self.assertGreater(self.plan(*quick)["slowed_seconds"], self.plan(*quick, "--interference", "0.1")["slowed_seconds"])
+                self.assertGreater(self.plan(*stage, option, value)["seconds"], normal["seconds"])
         self.assertGreater(normal["communication_seconds"], self.plan("--gpus", "8", *stage[4:])["communication_seconds"])
 
     def test_states_in_host_memory_take_the_time_of_their_link(self):
@@ -315,10 +310,8 @@ class StepTime(RunFolder):
             (("--measured", "/nowhere.json"), ["/nowhere.json"]),
             (("--measured", self.path("broken.json")), ["broken.json", "parka bench"]),
             (("--nodes", "2"), ["--measured"]),
-            (("--interference", "0.5"), ["--measured"]),
             (("--host-bandwidth", "50"), ["--measured"]),
             (("--compare", self.measured), ["--measured"]),
-            ((*measured, "--interference", "-1"), ["--interference"]),
             ((*measured, "--gpus", "4", "--nodes", "3"), ["--gpus", "--nodes"]),
             ((*measured, "--gpus", "12", "--set", "training.global_batch_size=24"), ["--gpus 12 is no number of whole nodes of 8 GPUs", "--nodes"]),
             (("--measured", ""), ["--measured", "empty"]),

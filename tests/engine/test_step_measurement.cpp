@@ -124,9 +124,6 @@ TEST_CASE("one GPU is expected to take what it took, whatever ops took", "[engin
     const double more = own_seconds(longer, 1, seconds) / own_seconds(one.config, 1, seconds);
     CHECK(more > 1.5);
     CHECK(step_seconds(one, longer, 1) == Approx(0.9 * more));
-    double slow = 0;
-    for (const StepAction& action : step_actions_by(one, longer, 1, 1.5)) slow += action.seconds;
-    CHECK(slow == Approx(1.5 * 0.9 * more));
   }
 }
 

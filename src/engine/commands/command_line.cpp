@@ -133,20 +133,6 @@ void add_step_model(CLI::App& command, CLI::Option& measured, PlanOptions& optio
   add("--network-bandwidth", options.network_bandwidth, "Bandwidth from one GPU to other nodes, GB/s");
   add("--host-bandwidth", options.host_bandwidth,
       "Bandwidth between a GPU and its host's memory, GB/s in each direction");
-  add("--start-latency", options.start_latency, "Latency of starting a collective, microseconds");
-  add("--link-latency", options.link_latency, "Latency of a hop within a node, microseconds");
-  add("--network-latency", options.network_latency, "Latency of a hop between nodes, microseconds");
-  command
-      .add_option("--interference", options.interference,
-                  "Slowdown of the work beside a collective, as a multiple of the time its bytes take in GPU "
-                  "memory")
-      ->check(kNotNegative)
-      ->needs(&measured);
-  command
-      .add_option("--slowest-gpu", options.slowest_gpu,
-                  "How much slower the slowest GPU is than the measured one, in per cent")
-      ->check(kNotNegative)
-      ->needs(&measured);
 }
 
 void add_plan(CLI::App& app, PlanOptions& options) {

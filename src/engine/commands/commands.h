@@ -44,9 +44,6 @@ struct PlanOptions {
   std::string measured_path, compare_path;
   int64_t nodes = 0;                                                         // 0: nodes of eight GPUs
   double link_bandwidth = 340, network_bandwidth = 50, host_bandwidth = 55;  // 1e9 bytes per second
-  double start_latency = 14, link_latency = 1.9, network_latency = 4;        // microseconds
-  double interference = 1.4;
-  double slowest_gpu = 0;  // per cent
 };
 int run_plan(const PlanOptions& options);
 int run_fit(const PlanOptions& options);  // with --fit

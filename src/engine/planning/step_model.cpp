@@ -524,7 +524,7 @@ void require_same_speed(const StepMeasurement& measured, const Config& config, S
       measured.path, fmt::join(differences, "; "));
 }
 
-WorkSeconds measured_work(const StepMeasurement& one, double slowest) {
+WorkSeconds measured_work(const StepMeasurement& one) {
   if (one.ranks != 1) {
     throw_bad_input("{}: measured on {} GPUs, and a prediction starts from one: run `parka bench` without mpirun",
                     one.path, one.ranks);
@@ -533,13 +533,12 @@ WorkSeconds measured_work(const StepMeasurement& one, double slowest) {
   const WorkSeconds timed = {[ops](const RecordedOp& op) { return ops->seconds(op); }, one.copy_bandwidth};
   // Timing every op takes time, and between ops nothing is timed: all are scaled to the step without timing.
   const double own_seconds = one.step_seconds - one.host_wait_seconds;
-  const double scale = slowest * own_seconds / compute_seconds(record_step(one.config, 1, one.one_kernel()), timed);
+  const double scale = own_seconds / compute_seconds(record_step(one.config, 1, one.one_kernel()), timed);
   return {[ops, scale](const RecordedOp& op) { return scale * ops->seconds(op); }, one.copy_bandwidth / scale};
 }
 
-std::vector<StepAction> step_actions_by(const StepMeasurement& one, const Config& config, int64_t num_gpus,
-                                        double slowest) {
-  const WorkSeconds work = measured_work(one, slowest);
+std::vector<StepAction> step_actions_by(const StepMeasurement& one, const Config& config, int64_t num_gpus) {
+  const WorkSeconds work = measured_work(one);
   require_same_speed(one, config, SpeedOf::kOneGpu);
   return step_actions(record_step(config, num_gpus, one.one_kernel()), work);
 }

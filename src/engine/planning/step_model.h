@@ -164,9 +164,9 @@ StepMeasurement read_step_measurement(const std::string& path);
 // Throws Error(kBadInput) unless a step has whole micro-batches.
 void require_whole_micro_batches(const Config& config, int64_t num_gpus);
 
-// The time of work by a measurement on one GPU, so that the measured step takes `slowest` times as long. Throws
+// The time of work by a measurement on one GPU, so that the measured step takes as long as it did. Throws
 // Error(kBadInput) for a measurement on several GPUs.
-WorkSeconds measured_work(const StepMeasurement& one, double slowest = 1);
+WorkSeconds measured_work(const StepMeasurement& one);
 
 // Throws Error(kBadInput) naming the keys of `config` that differ from the measured one, of those that `speed`
 // says.
@@ -174,10 +174,8 @@ void require_same_speed(const StepMeasurement& measured, const Config& config, S
 
 // The step of a rank of `num_gpus` under `config`, in whose time ops take what they took in a measurement on one
 // GPU. `config` may differ from the measured one in what it is asked about: batch over accumulation and ranks,
-// sharding, and which copies of weights are kept (SpeedOf::kOneGpu). Ranks wait for the slowest GPU, which takes
-// `slowest` times as long as the measured one.
-std::vector<StepAction> step_actions_by(const StepMeasurement& one, const Config& config, int64_t num_gpus,
-                                        double slowest = 1);
+// sharding, and which copies of weights are kept (SpeedOf::kOneGpu).
+std::vector<StepAction> step_actions_by(const StepMeasurement& one, const Config& config, int64_t num_gpus);
 
 // Throws Error(kBadInput) unless `measured` is of `config` on `num_gpus` GPUs.
 void require_measurement_of(const StepMeasurement& measured, const Config& config, int64_t num_gpus);
