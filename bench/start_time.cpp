@@ -12,7 +12,7 @@
 #include "core/error.h"
 #include "core/parallel.h"
 #include "engine/checkpoint/checkpoint.h"
-#include "engine/files/float_elements.h"
+#include "engine/files/safetensors.h"
 #include "kernels/device/device.h"
 #include "model/parameter_table.h"
 #include "optim/optimizer.h"

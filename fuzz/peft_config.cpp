@@ -1,6 +1,6 @@
 #include "engine/config/config.h"
 #include "engine/files/json_text.h"
-#include "engine/huggingface/peft_import.h"
+#include "engine/huggingface/peft_adapter.h"
 #include "fuzz/target.h"
 
 using namespace parka;

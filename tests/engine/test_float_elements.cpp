@@ -1,4 +1,4 @@
-#include "engine/files/float_elements.h"
+#include "engine/files/safetensors.h"
 
 #include <bit>
 #include <cmath>

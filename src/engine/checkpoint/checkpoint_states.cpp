@@ -12,7 +12,7 @@
 
 #include "core/tensor.h"
 #include "engine/checkpoint/checkpoint_weights.h"
-#include "engine/files/float_elements.h"
+#include "engine/files/safetensors.h"
 
 namespace parka {
 namespace {

@@ -8,7 +8,7 @@
 #include "core/error.h"
 #include "core/parallel.h"
 #include "core/split_float.h"
-#include "engine/files/float_elements.h"
+#include "engine/files/safetensors.h"
 #include "model/coded_weights.h"
 #include "model/parameter_table.h"
 

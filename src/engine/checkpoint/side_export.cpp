@@ -7,7 +7,7 @@
 #include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/files/file_io.h"
-#include "engine/files/float_elements.h"
+#include "engine/files/safetensors.h"
 #include "model/side/side_network.h"
 
 namespace parka {

@@ -10,8 +10,8 @@
 
 #include "core/error.h"
 #include "core/number_formats.h"
-#include "engine/files/float_elements.h"
 #include "engine/files/json_text.h"
+#include "engine/files/safetensors.h"
 #include "kernels/device/device.h"
 #include "kernels/ops/quantize/quantize_4bit.h"
 

@@ -8,8 +8,8 @@
 #include <fmt/ranges.h>
 
 #include "core/error.h"
-#include "engine/files/float_elements.h"
 #include "engine/files/json_text.h"
+#include "engine/files/safetensors.h"
 #include "engine/huggingface/value_check.h"
 
 namespace parka {

@@ -17,7 +17,7 @@
 #include "engine/huggingface/huggingface_origin.h"
 #include "engine/huggingface/llava_config.h"
 #include "engine/huggingface/llava_tensors.h"
-#include "engine/huggingface/peft_import.h"
+#include "engine/huggingface/peft_adapter.h"
 
 namespace parka {
 namespace {

@@ -6,7 +6,7 @@
 
 #include "core/error.h"
 #include "data/read_only_file.h"
-#include "engine/files/float_elements.h"
+#include "engine/files/safetensors.h"
 
 namespace parka {
 

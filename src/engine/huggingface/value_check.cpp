@@ -3,8 +3,8 @@
 #include <algorithm>
 
 #include "core/error.h"
-#include "engine/files/float_elements.h"
 #include "engine/files/json_text.h"
+#include "engine/files/safetensors.h"
 
 namespace parka {
 namespace {

@@ -18,7 +18,7 @@
 #include "engine/config/config_io.h"
 #include "engine/config/data_sources.h"
 #include "engine/evaluation/evaluation.h"
-#include "engine/files/float_elements.h"
+#include "engine/files/safetensors.h"
 #include "engine/training/run_data.h"
 
 namespace parka {

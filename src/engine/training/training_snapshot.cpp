@@ -16,7 +16,7 @@
 #include "engine/checkpoint/checkpoint_states.h"
 #include "engine/checkpoint/saved_state.h"
 #include "engine/config/config_io.h"
-#include "engine/files/float_elements.h"
+#include "engine/files/safetensors.h"
 #include "engine/training/run_data.h"
 #include "engine/training/training_run.h"
 
