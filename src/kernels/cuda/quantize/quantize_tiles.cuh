@@ -316,6 +316,7 @@ __device__ inline void write_element(const PieceOutput& out, int64_t at, float v
 template <typename Source>
 __global__ void __launch_bounds__(kThreads) pieces_kernel(const Source source, const PieceOutput out) {
   const int64_t stride = int64_t{gridDim.x} * kWarps;
+  const bool is_scaled = out.has_tensor_scale || out.scales.scale != nullptr;
   for (int64_t i = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarpSize; i < out.pieces; i += stride) {
     const int piece_row = static_cast<int>(i / out.across), piece_col = static_cast<int>(i % out.across);
     const int first_row = piece_row * out.piece_rows, first_col = piece_col * out.piece_cols;
@@ -337,7 +338,8 @@ __global__ void __launch_bounds__(kThreads) pieces_kernel(const Source source, c
                                                     : piece_inverse<Float8E4M3>(out, amax, scale_row, scale_col);
     for_each([&](int row, int col) {
       const int64_t at = out.transposed ? int64_t{col} * out.rows + row : int64_t{row} * out.cols + col;
-      write_element(out, at, __fmul_rn(source.element(row, col), inverse));
+      const float x = source.element(row, col);
+      write_element(out, at, is_scaled ? __fmul_rn(x, inverse) : x);  // a product changes the bits of a NaN
     });
   }
   if (!out.has_tensor_scale) return;
