@@ -8,7 +8,7 @@ costs is told within one run, where clocks and neighbours are the same: a check 
 after it (the state is compared before the next update), so its cost is what the medians of these two kinds of steps are above
 the median of all others. Beside it the JSON has the plainer and noisier estimate, by the mean steps of whole runs.
 
-    sdc.cost_percent    of the training time, with the config's own intervals (by default 500, 100, 100)
+    sdc.cost_percent    of the training time, with the config's own intervals (by default 500 and 100)
 
 Trains on the config's token files, or on random tokens where these do not exist."""
 import statistics
@@ -18,13 +18,12 @@ from pathlib import Path
 from measured_runs import (SKIPPED_STEPS, RunParser, shared_options, positive, records, resolved_config, run_main, train,
                            write_report)
 
-KINDS = ("replay", "state", "replica")
+KINDS = ("replay", "state")
 
 
-def variants(ranks):
-    """Which checks are on, by the name of the kind of run. One rank has no replicas."""
-    kinds = KINDS if ranks > 1 else KINDS[:2]
-    return {"off": (), **{kind: (kind,) for kind in kinds}, "all": kinds}
+def variants():
+    """Which checks are on, by the name of the kind of run."""
+    return {"off": (), **{kind: (kind,) for kind in KINDS}, "all": KINDS}
 
 
 def step_seconds(arguments, sets, checks, folder):
@@ -82,7 +81,7 @@ def read_arguments():
 def main():
     arguments = read_arguments()
     config = resolved_config(arguments)
-    kinds = variants(arguments.ranks)
+    kinds = variants()
     runs = {name: [] for name in kinds}
     with tempfile.TemporaryDirectory(prefix="parka-sdc-cost-") as folder:
         sets = shared_options(config, folder, arguments.steps)

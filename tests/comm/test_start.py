@@ -319,13 +319,13 @@ class StartTest(RanksTest):
                     stranger.sendall(answer[2] + b"\n")
                     self.assertEqual(stranger.recv(100), b"")
                 without = start(1, "rendezvous_seconds=0.5", "notice_seconds=9")
-                self.assertIn("PARKA_RENDEZVOUS_SECRET_FILE", without.communicate(timeout=60)[1])
+                self.assertIn("PARKA_RENDEZVOUS_SECRET", without.communicate(timeout=60)[1])
                 self.assertEqual(without.returncode, 2)
                 other = os.path.join(folder, "other")
                 with open(other, "w", encoding="ascii") as file:
                     file.write("another secret of ours")
                 wrong = start(1, "rendezvous_seconds=0.5", "notice_seconds=9", PARKA_RENDEZVOUS_SECRET_FILE=other)
-                self.assertIn("PARKA_RENDEZVOUS_SECRET_FILE", wrong.communicate(timeout=60)[1])
+                self.assertIn("PARKA_RENDEZVOUS_SECRET", wrong.communicate(timeout=60)[1])
                 self.assertEqual(wrong.returncode, 2)
                 rank_1 = start(1, PARKA_RENDEZVOUS_SECRET="0123456789abcdef")
                 for number, rank in enumerate((rank_0, rank_1)):
@@ -334,7 +334,7 @@ class StartTest(RanksTest):
                 said = []
                 Thread(target=pretend, args=(false, said), daemon=True).start()
                 rank_1 = start(1, "rendezvous_seconds=0.5", "notice_seconds=9", PARKA_RENDEZVOUS_SECRET_FILE=secret)
-                self.assertIn("PARKA_RENDEZVOUS_SECRET_FILE", rank_1.communicate(timeout=60)[1])
+                self.assertIn("PARKA_RENDEZVOUS_SECRET", rank_1.communicate(timeout=60)[1])
                 self.assertEqual(rank_1.returncode, 2)
                 for lines in said:
                     self.assertNotIn(b"0123456789abcdef", lines)

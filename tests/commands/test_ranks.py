@@ -33,7 +33,7 @@ class Ranks(RunFolder):
             config["training"]["micro_batch_size"] = batch // ranks
         config["checkpoint"].update(folder=self.path(name), interval=2, init_from=init_from)
         config["distributed"] = {"zero_stage": stage, "shard_size": shard_size}
-        config["reliability"] = {f"{kind}_interval": check_interval for kind in ("replay", "state", "replica")}
+        config["reliability"] = {f"{kind}_interval": check_interval for kind in ("replay", "state")}
         config["evaluation"] = {"tasks": [self.path("task.jsonl")], "sets": [f"held={self.path('held_out.npy')}"]}
         path = self.path(name + ".json")
         with open(path, "w", encoding="utf-8") as file:
@@ -226,6 +226,7 @@ class Ranks(RunFolder):
             config = json.load(file)
         config["checkpoint"]["folder"] = self.path("spikes")
         config["training"].update(steps=STEPS, spike_window=2)
+        config["optimizer"]["lr"] = 1.0  # losses explode
         with open(self.path("spikes.json"), "w", encoding="utf-8") as file:
             json.dump(config, file)
         program = [PROGRAM, "--threads", "1", "train", self.path("spikes.json")]

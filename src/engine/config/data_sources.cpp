@@ -207,7 +207,7 @@ TokenFiles open_training_files(const Config& config) {
         "data.train: {} has {}, so that data.documents=separate would keep nothing apart; {}, or "
         "data.documents=joined",
         config.data.train[*source],
-        config.data.document_ids().any() ? "neither data.document_start nor data.document_end"
+        config.data.document_ids().any() ? "no token of data.document_start or data.document_end"
                                          : "no mark of 2 in its masks, as a document begins with (docs/data.md)",
         config.data.document_ids().any() ? "set the id that its documents begin or end with"
                                          : "make masks with marks, or set data.document_end");
