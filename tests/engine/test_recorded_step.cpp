@@ -399,7 +399,12 @@ TEST_CASE("windows are recorded as they are queued, without the pairs that they 
     config.model.full_attention_every = 4;
     config.model.local_rope_theta = 100;
     config.data.documents = documents ? DocumentMode::kSeparate : DocumentMode::kJoined;
-    if (documents) config.data.document_end = 257;  // as all tokens are
+    if (documents) {
+      std::string tokens(100 * kStepSequence * 2, '\1');
+      for (size_t i = 0; i < tokens.size(); i += 20) tokens[i] = 2, tokens[i + 1] = 0;  // every tenth token is 2
+      write_file(config.data.train[0], tokens);
+      config.data.document_end = 2;
+    }
     check_recording(config, 1);
     double flop = 0;
     const RecordedStep step = record_step(config, 1);
