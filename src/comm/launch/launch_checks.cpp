@@ -160,12 +160,16 @@ LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, 
   using Over = LaunchedAs::Over;
   const auto has = [&](const char* name) { return variable(name) != nullptr; };
   const auto has_one = [&](const char* a, const char* b) { return has(a) || has(b); };
-  const bool in_step = has("SLURM_STEP_NUM_TASKS"), named = has("RANK") && has("WORLD_SIZE") && has("MASTER_ADDR");
+  const bool in_step = has("SLURM_STEP_NUM_TASKS"),
+             all_set = has("RANK") && has("WORLD_SIZE") && has("MASTER_ADDR");
+  // A part of them counts where nobody else has numbered the processes; named_by_variables() refuses it.
+  const bool has_others = has_one("PMI_SIZE", "PMI_RANK") || in_step || has("PMIX_RANK");
+  const bool part_set = has("RANK") || (has("WORLD_SIZE") && text_in(variable, "WORLD_SIZE") != "1");
   LaunchedAs launched;
   // The order matters: mpirun under Slurm starts its helpers with srun, whose variables then describe the helpers.
   if (has_one("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")) {
     launched = counted_by(variable, Over::kMpi, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK");
-  } else if (named) {
+  } else if (all_set || (part_set && !has_others)) {
     launched = named_by_variables(variable);
   } else if (has_one("PMI_SIZE", "PMI_RANK") && (has_mpi || !in_step)) {
     launched = counted_by(variable, Over::kMpi, "PMI_SIZE", "PMI_RANK");
@@ -175,8 +179,6 @@ LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, 
                         : named_by_slurm(variable);
   } else if (has("PMIX_RANK")) {
     return {.over = Over::kMpi, .size = 0, .rank = number_in(variable, "PMIX_RANK", 0), .variable = "PMIX_RANK"};
-  } else if (has("RANK") || (has("WORLD_SIZE") && text_in(variable, "WORLD_SIZE") != "1")) {
-    launched = named_by_variables(variable);
   } else if (!has("WORLD_SIZE")) {
     refuse_numbered_alone(variable);
   }
