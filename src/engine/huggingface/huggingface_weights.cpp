@@ -109,6 +109,7 @@ std::vector<std::vector<const HuggingFaceTensor*>> split_into_files(const std::v
 HuggingFaceLayout::File make_file(const std::string& name, const std::vector<const HuggingFaceTensor*>& tensors,
                                   DType dtype) {
   std::vector<SafetensorsEntry> entries;
+  entries.reserve(tensors.size());
   for (const HuggingFaceTensor* tensor : tensors) {
     entries.push_back({.name = tensor->name, .dtype = dtype, .shape = tensor->shape});
   }

@@ -40,6 +40,7 @@ bool may_begin_as_zeros(const std::string& name);
 template <typename Map>
 std::vector<std::string> names_in(const Map& tensors) {
   std::vector<std::string> names;
+  names.reserve(tensors.size());
   for (const auto& [name, place] : tensors) names.push_back(name);
   return names;
 }
