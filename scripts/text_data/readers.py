@@ -34,6 +34,7 @@ class Reading:
     split_bytes: int | None = None  # plain text is cut into documents of about this size
 
 
+# src/data/token_files.cpp has the same list.
 LEFTOVERS = ("~", ".bak", ".tmp", ".part", ".partial", ".orig", ".old", ".crdownload", ".download", ".incomplete", ".aria2", ".swp")
 
 QUOTED_ALL = "'.[]'"

@@ -13,7 +13,7 @@ from .common import sync, sync_and_close
 
 # A last file with fewer tokens joins the one before, because Parka refuses a file shorter than one sequence.
 MIN_LAST_FILE_TOKENS = 2**20
-# Of the beginning and the end of a file, by which a run tells it from others without reading all of it.
+# Bytes of the beginning and of the end of a file, by which a run tells it from others without reading all of it.
 END_BYTES = 4096
 COPIED_BYTES = 2**22
 

@@ -20,9 +20,7 @@ class Mixture {
   // Only the ratios of the weights count. Throws Error(kBadInput) if there are none, or one is not positive.
   explicit Mixture(const std::vector<double>& weights);
 
-  size_t num_sources() const { return takes_.size(); }
-
-  // Of each source, its part of what the sources before it leave, exactly as it is used: mixtures of the same parts
+  // Each source's part of what the sources before it leave, exactly as it is used: mixtures of the same parts
   // draw the same sequence. They are no weights.
   std::vector<double> parts() const;
 
@@ -62,7 +60,7 @@ class SampleOrder {
   // The sequence numbers of an epoch in order: 4 bytes for every sequence of the data.
   std::vector<uint32_t> epoch(int64_t epoch) const;
 
-  // Where the next whole global batch starts: at `position`, or at the next epoch if fewer than `global_batch`
+  // The start of the next whole global batch: at `position`, or at the next epoch if fewer than `global_batch`
   // sequences are left in this one (they are dropped, as OLMo's drop_last does). Throws Error(kBadInput) if the
   // data is smaller than one global batch or `position` lies outside of it.
   DataPosition batch_start(DataPosition position, int64_t global_batch) const;

@@ -114,7 +114,7 @@ namespace {
 constexpr std::string_view kPixelsMagic = "PARKAPIX";
 constexpr int64_t kPixelsHeaderBytes = 64;
 
-// What begins the file, little-endian; zeros fill the header.
+// The beginning of the file, little-endian; zeros fill the header.
 struct PixelsHeader {
   char magic[8];
   uint32_t version, planes, height, width;

@@ -303,7 +303,7 @@ bool are_bytes(const std::vector<std::string>& pages, TokenType type) {
          chi_square <= most;
 }
 
-// Whether the lower bytes of ids of 16 bits are the upper ones of a vocabulary of up to 1024: nearly all small
+// True if the lower bytes of ids of 16 bits are the upper ones of a vocabulary of up to 1024: nearly all small
 // beside upper bytes of many values. Text in UTF-16 has a few others: its mark of byte order, and characters.
 bool are_swapped(const std::vector<std::string>& pages, TokenType type) {
   constexpr int64_t kLeast = 256;

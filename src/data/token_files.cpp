@@ -50,10 +50,10 @@ void add_to(Fnv1a& hash, const ReadOnlyFile& file) {
   hash.add(file.ends());
 }
 
-// What a pattern takes beside token files.
+// Refuses a file that a pattern takes beside token files. The list is that of scripts/text_data/readers.py.
 void refuse_leftover(const std::string& source, const std::filesystem::path& path) {
   constexpr std::string_view kEnds[] = {"~",    ".bak",        ".tmp",      ".part",       ".partial", ".orig",
-                                        ".old", ".crdownload", ".download", ".incomplete", ".aria2"};
+                                        ".old", ".crdownload", ".download", ".incomplete", ".aria2",   ".swp"};
   const std::string name = path.filename().string();
   const bool is_leftover = std::ranges::any_of(kEnds, [&](std::string_view end) { return name.ends_with(end); });
   if (is_leftover || (path.extension() == ".mask" && !file_exists(path.parent_path() / path.stem()))) {

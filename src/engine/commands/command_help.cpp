@@ -31,7 +31,7 @@ std::string description_of(const CLI::Option& option) {
   return option.get_description() + (notes.empty() ? "" : fmt::format(" ({})", notes));
 }
 
-// What stands for an option's value: "INT", "FILE", "{bf16,fp16,fp32}"; empty for a flag.
+// The word that stands for an option's value: "INT", "FILE", "{bf16,fp16,fp32}"; empty for a flag.
 std::string value_name(const CLI::Option& option) {
   if (option.get_type_size() == 0) return "";
   // With what is checked: "INT:INT in [1 - 1000]", "N:INT in [1 - 8]", "TEXT:{a,b}".
@@ -143,8 +143,8 @@ std::string nearest_option(const CLI::App& command, const std::string& word) {
   return found == names.end() ? "" : shown[static_cast<size_t>(found - names.begin())];
 }
 
-// What other programs call things. The word is an option without what follows "=", or empty for words that are no
-// options; the command is empty where it is any.
+// The names that other programs give things. The word is an option without what follows "=", or empty for words
+// that are no options; the command is empty where it is any.
 struct OtherName {
   std::string_view command, word, advice;
 };

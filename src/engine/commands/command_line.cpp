@@ -39,7 +39,7 @@ const CLI::Validator kSeed(
       return fmt::format("got {}; it must be a whole number from 0 to 2^64 - 1", text);
     },
     "SEED");
-// Where CLI11's own check says that 1.5 is not in range 1 to 4096.
+// CLI11's own check says of 1.5 only that it is not in range 1 to 4096.
 CLI::Validator whole_number(int64_t least, int64_t most) {
   return {[=](std::string& text) {
             int64_t number = 0;

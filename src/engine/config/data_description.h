@@ -52,7 +52,7 @@ void check_described(const std::filesystem::path& file, const nlohmann::json& de
 // Warns if the tokenizer has ids that the model lacks.
 void warn_of_vocabulary(const std::filesystem::path& file, const nlohmann::json& description, int64_t vocab_size);
 
-// What it says under a key; empty where that is no text.
+// Returns the text under a key; empty where there is none.
 std::string described_text(const nlohmann::json& description, const char* key);
 
 // The tokenizer that made ids, as a data.json or the header of a request file says: the SHA-256 of its file, or

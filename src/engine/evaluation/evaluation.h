@@ -60,7 +60,7 @@ EvaluationSuite open_suite(const Config& config);
 // Warns of token files and tasks that were made with another tokenizer or chat template than the first of them,
 // where the data.json beside them, or a request file's header, says with which.
 void warn_of_tokenizers(const std::vector<std::string>& sources, const std::vector<EvalTask>& tasks);
-// Of those of `suite`, and of data.train.
+// Takes the sources and tasks of `suite`, and data.train.
 void warn_of_tokenizers(const Config& config, const EvaluationSuite& suite);
 
 // Warns of files with parts that were never written, as those of a copy that is not done, which are read as id 0:

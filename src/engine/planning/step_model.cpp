@@ -348,9 +348,9 @@ void StreamTimeline::wait_for_host(double until) {
 
 namespace {
 
-// What an op takes that has next to nothing to do: a launch is not divided over ranks.
+// The time of an op that has next to nothing to do: a launch is not divided over ranks.
 constexpr double kLaunchSeconds = 5e-6;
-// What quantizing or transposing a weight reaches of copy bandwidth within a step: 75 to 88 % were measured.
+// The share of copy bandwidth that quantizing or transposing a weight reaches in a step: 75 to 88 % were measured.
 constexpr double kQuantizeOfCopy = 0.8;
 
 constexpr double kMost = 1e30;  // of any number, so that sums and products of some stay finite
@@ -372,7 +372,7 @@ int64_t count(const nlohmann::json& value, const char* key, const std::string& p
   return static_cast<int64_t>(number);
 }
 
-// What an op has to do: some do next to nothing.
+// Reads how much an op has to do: some do next to nothing.
 double amount(const nlohmann::json& op, const char* key, const std::string& path) {
   const double number = op.at(key).get<double>();
   if (!(number >= 0 && number <= kMost)) {
@@ -400,8 +400,7 @@ OpSummary parse_op(const nlohmann::json& json, const std::string& path) {
   return op;
 }
 
-// That a step waited for what passes through a HostStream. Waits for other copies are part of the work between
-// them.
+// Returns how long a step waited for a HostStream. Waits for other copies are part of the work between them.
 double host_wait_of(const nlohmann::json& waits, const std::string& path) {
   constexpr std::string_view kWaits[] = {StateStream::kLoadWait, StateStream::kSaveWait,
                                          ParameterExchange::kLoadWait, ParameterExchange::kSaveWait};
@@ -414,7 +413,7 @@ double host_wait_of(const nlohmann::json& waits, const std::string& path) {
   return sum;
 }
 
-// What ops take by a measurement.
+// The times of ops by a measurement.
 class MeasuredOps {
  public:
   explicit MeasuredOps(const StepMeasurement& one) : copy_bandwidth_(one.copy_bandwidth) {
@@ -423,7 +422,7 @@ class MeasuredOps {
     }
   }
 
-  // As long as the ops measured that are most like it, but for what it has more or less to do. Without any it is
+  // Scales the time of the measured ops that are most like it by how much it has to do. Without any it is
   // taken for one that makes codes of a weight, as ZeRO and kept copies may add and no measurement has.
   double seconds(const RecordedOp& op) const {
     const double work = work_of(op.cost);

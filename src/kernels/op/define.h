@@ -7,7 +7,8 @@
 #include "kernels/device/device.h"
 #include "kernels/op/op.h"
 
-// What ops/*.cpp define an op with: checks of its arguments, its cost, and the way to an implementation.
+// The pieces with which ops/*.cpp define an op: checks of its arguments, its cost, and the way to an
+// implementation.
 namespace parka {
 
 // ---- Checks: every message names the op and the tensor, and says what was given and wanted ----

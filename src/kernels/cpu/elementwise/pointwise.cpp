@@ -31,7 +31,7 @@ namespace {
 
 constexpr int64_t kRowGrain = 16;
 
-// What both passes make of a row of x: act(x) = x factor(x), and act'(x).
+// Both passes make this of a row of x: act(x) = x factor(x), and act'(x).
 struct ActivatedRow {
   explicit ActivatedRow(int64_t width) : x(static_cast<size_t>(width)), factor(x), slope(x), argument(x) {}
 

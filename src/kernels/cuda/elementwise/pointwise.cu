@@ -21,7 +21,7 @@ struct Activated {
   float y, slope;
 };
 
-// Of kGelu the normal distribution function by erfc, which keeps its digits where it is nearly 0.
+// kGelu takes the normal distribution function by erfc, which keeps its digits where it is nearly 0.
 __device__ Activated activated(Activation kind, float x) {
   if (kind == Activation::kGelu) {
     constexpr float kSqrtHalf = 0.70710678f, kInverseSqrtTwoPi = 0.39894228f;
@@ -70,7 +70,7 @@ __global__ void __launch_bounds__(kBiasThreads) bias_forward_kernel(const T* bia
   }
 }
 
-// Of each piece of rows the sum, [pieces, N]. A block has one piece of 32 kWidth columns, a warp every eighth row
+// Sums each piece of rows, [pieces, N]. A block has one piece of 32 kWidth columns, a warp every eighth row
 // of it.
 template <int kWidth, typename T>
 __global__ void __launch_bounds__(kBiasThreads)

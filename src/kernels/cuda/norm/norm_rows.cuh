@@ -170,8 +170,9 @@ __device__ inline Stored<BFloat16, N> rounded_sum(const Stored<BFloat16, N>& x, 
 
 constexpr int kColumnSumThreads = kWarpSize * kWarpSize;
 
-// Of each column of [blocks, columns] the sum, added once to an element of `first` and, with kTwo, behind its
-// elements of `second`. One of the two that is null is not wanted. A block of 32 x 32 threads has 32 columns.
+// Sums each column of [blocks, columns], and adds the sum once to an element of `first` and, with kTwo, after its
+// elements to one of `second`. One of the two that is null is not wanted. A block of 32 x 32 threads has 32
+// columns.
 template <bool kTwo, typename G>
 __global__ void __launch_bounds__(kColumnSumThreads)
     add_column_sums_kernel(const float* sums_BC, G* first, int blocks, int columns, G* second, int first_columns) {

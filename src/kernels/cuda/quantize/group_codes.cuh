@@ -20,7 +20,7 @@ struct GroupScales {
 // Columns of a row that a thread has side by side: 16 bytes of bf16, and 8 of codes.
 constexpr int kGroupCodesWidth = 8;
 
-// Where codes go, with scales S. A group has `lanes` threads.
+// The place of codes, with scales S. A group has `lanes` threads.
 template <typename F8_, typename S>
 struct GroupCodesOutput {
   using F8 = F8_;
@@ -37,11 +37,11 @@ struct GroupCodesOutput {
         group_shift(std::countr_zero(static_cast<uint64_t>(t.group))),
         lanes(static_cast<int>(t.group) / kGroupCodesWidth) {}
 
-  // Whether this thread writes a scale: the first two of a group have computed one each.
+  // True if this thread writes a scale: the first two of a group have computed one each.
   __device__ bool writes_scale() const { return (static_cast<int>(threadIdx.x) & (lanes - 1)) < 2; }
 };
 
-// Whether groups lie in the threads of a warp.
+// True if groups lie in the threads of a warp.
 inline bool fits_group_codes(const ScaledView& t) {
   const auto group = static_cast<uint64_t>(t.group);
   return is_aligned(t.data.data, kGroupCodesWidth) && std::has_single_bit(group) && group >= 2 * kGroupCodesWidth &&

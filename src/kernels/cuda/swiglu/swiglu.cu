@@ -97,7 +97,7 @@ __global__ void __launch_bounds__(kThreads)
   if (a.product_TF != nullptr) store(a.product_TF + product_at, product);
 }
 
-// Whether the above take these tensors, of which some may be empty.
+// True if the kernels above take these tensors, of which some may be empty.
 bool fits_plain(int64_t width, std::initializer_list<ScaledView> tensors) {
   const DType dtype = tensors.begin()->data.dtype;
   return std::all_of(tensors.begin(), tensors.end(), [&](const ScaledView& t) {
@@ -148,7 +148,7 @@ float* zero_amax(CudaDevice& device, std::string_view op, const Args& a) {
 
 bool is_tensor(const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kTensor; }
 
-// Whether both have one scale for the tensor and go to tiles: what the kernels for usual formats write.
+// True if both have one scale for the tensor and go to tiles, as the kernels for usual formats write them.
 bool fits_tensor_tiles(const ScaledView& t, const ScaledView& t_transposed) {
   return (t.empty() || is_tensor(t)) && (t_transposed.empty() || is_tensor(t_transposed)) &&
          is_aligned(t.data.data, 16) &&
@@ -208,7 +208,8 @@ void quantize_gate(CudaDevice& device, const SwigluForward& a, float* amax) {
   });
 }
 
-// Of forward or backward. With `amax`, which `is_found` or 0, scales are made from it; with null they are inputs.
+// Writes the product of forward or backward. With `amax`, which `is_found` or 0, scales are made from it; with null
+// they are inputs.
 template <typename Args>
 void write_product(CudaDevice& device, const Args& a, float* amax, bool is_found) {
   const int64_t rows = a.up_gate.num_rows(), width = a.up_gate.num_cols() / 2;

@@ -18,7 +18,7 @@ struct NoSource {
   __device__ void decode(const Fetched&, int, float (&)[4]) const {}
 };
 
-// What product and gradients of kCount places are made of, in fp32: act(gate) and act'(gate) beside up and
+// The factors of product and gradients at kCount places, in fp32: act(gate) and act'(gate) beside up and
 // d_product.
 template <int kCount>
 struct SwigluParts {
@@ -104,7 +104,7 @@ struct ProductSource {
   }
 };
 
-// What gradients are made of, [T, F].
+// The inputs of gradients, [T, F].
 template <typename Gates>
 struct GradientInputs {
   Gates gates;
