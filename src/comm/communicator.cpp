@@ -59,42 +59,11 @@ class SingleCommunicator final : public Communicator {
 
 }  // namespace
 
-void Communicator::divide(int group_size, int context_size) {
-  PARKA_REQUIRE(group_size_ == 0 && group_size >= 1 && size() % group_size == 0 && last_queued() == 0);
-  PARKA_REQUIRE(context_size >= 1 && size() % context_size == 0);
-  group_size_ = group_size;
-  context_size_ = context_size;
+void Communicator::divide(const Mesh& mesh) {
+  PARKA_REQUIRE(!mesh_ && last_queued() == 0);
+  PARKA_REQUIRE(mesh.rank() == rank() && mesh.size(Peers::kAll) == size());
+  mesh_ = mesh;
   divided();
-}
-
-int Communicator::size_of(Peers peers) const {
-  switch (peers) {
-    case Peers::kAll: return size();
-    case Peers::kGroup: return group_size();
-    case Peers::kAcross: return size() / group_size();
-    case Peers::kContext: return context_size_;
-  }
-  throw_internal("unknown peers {}", static_cast<int>(peers));
-}
-
-int Communicator::place_in(Peers peers) const {
-  switch (peers) {
-    case Peers::kAll: return rank();
-    case Peers::kGroup: return rank() % group_size();
-    case Peers::kAcross: return rank() / group_size();
-    case Peers::kContext: return rank() % context_size_;
-  }
-  throw_internal("unknown peers {}", static_cast<int>(peers));
-}
-
-int Communicator::rank_at(Peers peers, int place) const {
-  switch (peers) {
-    case Peers::kAll: return place;
-    case Peers::kGroup: return rank() / group_size() * group_size() + place;
-    case Peers::kAcross: return place * group_size() + rank() % group_size();
-    case Peers::kContext: return rank() / context_size_ * context_size_ + place;
-  }
-  throw_internal("unknown peers {}", static_cast<int>(peers));
 }
 
 void* Communicator::allocate(Device& device, int64_t bytes) { return device.allocate(bytes); }

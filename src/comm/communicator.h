@@ -1,10 +1,12 @@
 #pragma once
 #include <cstdint>
 #include <memory>
+#include <optional>
 #include <string>
 #include <vector>
 
 #include "core/accumulation.h"
+#include "core/mesh.h"
 #include "core/tensor.h"
 
 namespace parka {
@@ -12,15 +14,6 @@ namespace parka {
 class Device;
 
 enum class Reduction { kSum, kMax };
-
-// Which ranks take part in a collective. divide() defines the groups.
-enum class Peers {
-  kAll,
-  kGroup,    // this rank's group of consecutive ranks; before divide(): all ranks
-  kAcross,   // one rank of each group, those with this rank's place in it; before divide(): this rank alone
-  kContext,  // this rank's group of consecutive ranks that share each sequence; before divide(): this rank alone
-};
-inline constexpr int kNumPeers = 4;
 
 // Collective operations of the ranks of a run. All ranks must call the same ones, in the same order and with the
 // same sizes, also those of groups. If a rank does not, the others wait, and the watchdog (comm/launch/watchdog.h)
@@ -37,12 +30,13 @@ class Communicator {
   virtual int size() const = 0;
   virtual std::string description() const = 0;  // "4 ranks over MPI", "8 GPUs over NCCL 2.28.3"
 
-  // Divides the ranks into groups of `group_size` consecutive ranks, and another time into those of `context_size`;
-  // both are divisors of size(). All ranks call it, at most once, before the first collective.
-  void divide(int group_size, int context_size = 1);
-  int size_of(Peers peers) const;
+  // Divides the ranks as `mesh` says. All ranks call it, at most once, before the first collective. Until then all
+  // ranks are one kShard group.
+  void divide(const Mesh& mesh);
+  Mesh mesh() const { return mesh_.value_or(Mesh(rank(), size())); }
+  int size_of(Peers peers) const { return mesh().size(peers); }
   // This rank's place among its peers, 0 to size_of() - 1.
-  int place_in(Peers peers) const;
+  int place_in(Peers peers) const { return mesh().place(peers); }
 
   // Device memory whose tensors collectives may copy without the device's multiprocessors; contents undefined. At
   // most one allocation at a time. All ranks request the same size, put the tensors of collectives at the same
@@ -89,14 +83,12 @@ class Communicator {
 
  protected:
   // The rank at a place among this rank's peers.
-  int rank_at(Peers peers, int place) const;
+  int rank_at(Peers peers, int place) const { return mesh().rank_at(peers, place); }
 
  private:
-  int group_size() const { return group_size_ == 0 ? size() : group_size_; }
-  virtual void divided() {}  // size_of() is known from here on
+  virtual void divided() {}  // mesh() is known from here on
 
-  int group_size_ = 0;  // 0: not divided
-  int context_size_ = 1;
+  std::optional<Mesh> mesh_;
 };
 
 // For a run of one process: every collective has one rank.

@@ -345,25 +345,26 @@ void check_exchanges(const Checker& c, Peers peers) {
 
 // Groups of ranks that share sequences, beside groups of another size.
 void check_context_groups(const Checker& c, int group_size, int context_size) {
-  c.ranks.divide(group_size, context_size);
+  c.ranks.divide({c.ranks.rank(), c.ranks.size(), group_size, context_size});
   expect(c.ranks.size_of(Peers::kContext) == context_size, "the size of a context group");
   expect(c.ranks.place_in(Peers::kContext) == c.ranks.rank() % context_size, "the place in a context group");
-  expect(c.ranks.size_of(Peers::kGroup) == group_size, "the group beside it");
+  expect(c.ranks.size_of(Peers::kShard) == group_size, "the group beside it");
   check_exchanges(c, Peers::kContext);
 }
 
 // Collectives of the groups of a second communicator: of consecutive ranks, and across groups.
 void check_groups(const Checker& c, int group_size) {
-  c.ranks.divide(group_size);
-  const int rank = c.ranks.rank(), size = c.ranks.size(), group = rank / group_size, place = rank % group_size;
-  expect(c.ranks.size_of(Peers::kGroup) == group_size && c.ranks.place_in(Peers::kGroup) == place, "the group");
-  expect(c.ranks.size_of(Peers::kAcross) == size / group_size && c.ranks.place_in(Peers::kAcross) == group,
+  const int rank = c.ranks.rank(), size = c.ranks.size();
+  c.ranks.divide({rank, size, group_size, 1});
+  const int group = rank / group_size, place = rank % group_size;
+  expect(c.ranks.size_of(Peers::kShard) == group_size && c.ranks.place_in(Peers::kShard) == place, "the group");
+  expect(c.ranks.size_of(Peers::kReplicate) == size / group_size && c.ranks.place_in(Peers::kReplicate) == group,
          "across");
   constexpr int64_t kCount = 1003;
-  for (Peers peers : {Peers::kAll, Peers::kGroup, Peers::kAcross}) {
+  for (Peers peers : {Peers::kAll, Peers::kShard, Peers::kReplicate}) {
     const auto is_peer = [&](int other) {
       return peers == Peers::kAll ||
-             (peers == Peers::kGroup ? other / group_size == group : other % group_size == place);
+             (peers == Peers::kShard ? other / group_size == group : other % group_size == place);
     };
     const int count = c.ranks.size_of(peers), own = c.ranks.place_in(peers);
     const std::string what =

@@ -42,7 +42,7 @@ std::vector<RecordedCollective> expected_of_micro_batch(const Config& config, in
       const int64_t piece = (groups + ranks - 1) / ranks * 128 * size_of(config.optimizer.gradient);
       const int64_t summed = ranks * piece + (is_first ? 1 : 2) * piece;
       all.push_back(
-          {Kind::kReduceScatter, ranks * piece, Peers::kGroup, config.distributed.zero_stage >= 2 ? summed : 0});
+          {Kind::kReduceScatter, ranks * piece, Peers::kShard, config.distributed.zero_stage >= 2 ? summed : 0});
     }
   }
   return all;

@@ -114,8 +114,8 @@ class TimedCommunicator final : public Communicator {
 
  private:
   void divided() override {
-    real_.divide(size_of(Peers::kGroup), size_of(Peers::kContext));
-    recording_.divide(size_of(Peers::kGroup), size_of(Peers::kContext));
+    real_.divide(mesh());
+    recording_.divide(mesh());
   }
   void write(const std::string& line) const {
     OpTimer* const timer = device_->op_timer();

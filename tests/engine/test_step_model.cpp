@@ -154,7 +154,7 @@ TEST_CASE("bytes cost the work beside them the same however long they take", "[e
   links.interference = 1;
   for (const double latency : {0.0, 300.0}) {
     links.start_latency = latency;
-    const StepPrediction step = predict_step(actions, links, 2);
+    const StepPrediction step = predict_step(actions, links, {0, 2});
     CHECK(step.slowed_seconds == Approx(50));  // 200 bytes read and 200 written
     CHECK(step.seconds == Approx(1050));
     CHECK(step.communication_seconds == Approx(100 + latency));
@@ -170,7 +170,7 @@ TEST_CASE("what communication reads and writes in memory is what it costs, up to
     links.interference = interference;
     const std::vector<StepAction> actions = {{.kind = kind, .bytes = 400},
                                              {.kind = Kind::kCompute, .seconds = 1e5}};
-    return predict_step(actions, links, 4).slowed_seconds;
+    return predict_step(actions, links, {0, 4}).slowed_seconds;
   };
   // Of 4 GPUs each reads its 100 bytes for all and writes 400; reads 300 for others and writes 300; does both.
   CHECK(slowed(Kind::kAllGather, 1) == Approx(800 / 8.0));
@@ -183,28 +183,28 @@ TEST_CASE("what communication reads and writes in memory is what it costs, up to
 TEST_CASE("groups of GPUs exchange within nodes, and pieces between them", "[engine][step model]") {
   Links links = {.link_bandwidth = 300, .network_bandwidth = 50, .memory_bandwidth = 1};
   links.nodes = 2;  // of four GPUs each
-  const auto seconds = [&](Kind kind, Peers peers, int64_t bytes, int64_t shard_size, int64_t context_size = 1) {
+  const auto seconds = [&](Kind kind, Peers peers, int64_t bytes, int shard_size, int context_size = 1) {
     const std::vector<StepAction> actions = {{.kind = kind, .bytes = bytes, .peers = peers},
                                              {.kind = Kind::kWait, .number = 1}};
-    return predict_step(actions, links, 8, shard_size, context_size).seconds;
+    return predict_step(actions, links, {0, 8, shard_size, context_size}).seconds;
   };
   CHECK(seconds(Kind::kAllToAll, Peers::kContext, 200, 4, 2) == Approx(100 / 300.0));
   CHECK(seconds(Kind::kAllToAll, Peers::kContext, 800, 2, 8) == Approx(300 / 300.0 + 400 / 50.0));
   CHECK(seconds(Kind::kAllToAll, Peers::kContext, 800, 4) == 0);
-  CHECK(seconds(Kind::kAllGather, Peers::kGroup, 400, 4) == Approx(300 / 300.0));
+  CHECK(seconds(Kind::kAllGather, Peers::kShard, 400, 4) == Approx(300 / 300.0));
   CHECK(seconds(Kind::kAllGather, Peers::kAll, 800, 4) == Approx(700 / 200.0));
-  CHECK(seconds(Kind::kAllReduce, Peers::kAcross, 100, 4) == Approx(100 / 50.0));   // one GPU of each node
-  CHECK(seconds(Kind::kAllReduce, Peers::kAcross, 100, 2) == Approx(150 / 100.0));  // two of each
-  CHECK(seconds(Kind::kAllGather, Peers::kGroup, 800, 8) == Approx(700 / 200.0));
-  CHECK(seconds(Kind::kAllGather, Peers::kGroup, 800, 1) == 0);
+  CHECK(seconds(Kind::kAllReduce, Peers::kReplicate, 100, 4) == Approx(100 / 50.0));   // one GPU of each node
+  CHECK(seconds(Kind::kAllReduce, Peers::kReplicate, 100, 2) == Approx(150 / 100.0));  // two of each
+  CHECK(seconds(Kind::kAllGather, Peers::kShard, 800, 8) == Approx(700 / 200.0));
+  CHECK(seconds(Kind::kAllGather, Peers::kShard, 800, 1) == 0);
   // A group of 12 in nodes of 8 has the second half of a node: 4 GPUs' way out at least.
   links.nodes = 3;
-  const std::vector<StepAction> gather = {{.kind = Kind::kAllGather, .bytes = 1200, .peers = Peers::kGroup},
+  const std::vector<StepAction> gather = {{.kind = Kind::kAllGather, .bytes = 1200, .peers = Peers::kShard},
                                           {.kind = Kind::kWait, .number = 1}};
-  CHECK(predict_step(gather, links, 24, 12).seconds == Approx(1100 / 300.0));
+  CHECK(predict_step(gather, links, {0, 24, 12, 1}).seconds == Approx(1100 / 300.0));
   links.network_bandwidth = 10;
-  CHECK(predict_step(gather, links, 24, 12).seconds == Approx(1100 / 60.0));
-  CHECK(predict_step(gather, links, 36, 12).seconds == Approx(1100 / 300.0));  // one node of twelve
+  CHECK(predict_step(gather, links, {0, 24, 12, 1}).seconds == Approx(1100 / 60.0));
+  CHECK(predict_step(gather, links, {0, 36, 12, 1}).seconds == Approx(1100 / 300.0));  // one node of twelve
 }
 
 TEST_CASE("one GPU only computes", "[engine][step model]") {
@@ -216,7 +216,7 @@ TEST_CASE("one GPU only computes", "[engine][step model]") {
     for (const RecordedStep::Work& work : part.work) ops += std::holds_alternative<RecordedOp>(work) ? 1 : 0;
   }
   const std::vector<StepAction> actions = step_actions(recorded, {[](const RecordedOp&) { return 1.0; }, 1e30});
-  const StepPrediction step = predict_step(actions, kByteASecond, 1);
+  const StepPrediction step = predict_step(actions, kByteASecond, {0, 1});
   CHECK(step.seconds == Approx(ops));
   CHECK(step.seconds == step.compute_seconds);
   CHECK(step.hidden_fraction() == 1);
@@ -231,7 +231,7 @@ TEST_CASE("states in host memory pass the link once in each direction, and the s
   const auto predict = [&](double host_bandwidth) {
     Links links = kByteASecond;
     links.host_bandwidth = host_bandwidth;
-    return predict_step(actions_of(config, 1, per_op(0, 1)), links, 1);
+    return predict_step(actions_of(config, 1, per_op(0, 1)), links, {0, 1});
   };
   const StepPrediction on_device = predict(1);
   CHECK(on_device.host_bytes_in == 0);
@@ -291,7 +291,8 @@ TEST_CASE("a step of very many micro-batches is predicted from its first ones", 
     const std::vector<StepAction> actions = step_actions(step, per_op(10, block)),
                                   all = step_actions(each, per_op(10, block));
     CHECK(actions.size() < all.size() / 10);
-    const StepPrediction got = predict_step(actions, links, kRanks), want = predict_step(all, links, kRanks);
+    const StepPrediction got = predict_step(actions, links, {0, kRanks}),
+                         want = predict_step(all, links, {0, kRanks});
     CHECK(got.seconds == Approx(want.seconds));
     CHECK(got.compute_seconds == Approx(want.compute_seconds));
     CHECK(got.slowed_seconds == Approx(want.slowed_seconds));
@@ -322,7 +323,8 @@ TEST_CASE("gradients are cleared where they are written anew, and pieces of them
         if (stage >= 2) summed += (kMicroBatches * (kRanks + 2) - 1) * 4 * shard.piece(p.numel());
       }
       const WorkSeconds byte_a_second = {[](const RecordedOp&) { return 0.0; }, 1};
-      const StepPrediction step = predict_step(actions_of(config, kRanks, byte_a_second), kByteASecond, kRanks);
+      const StepPrediction step =
+          predict_step(actions_of(config, kRanks, byte_a_second), kByteASecond, {0, kRanks});
       const int64_t loss = 4;
       CHECK(step.compute_seconds ==
             Approx(static_cast<double>((stage >= 2 ? kMicroBatches : 1) * cleared + summed + loss)));
@@ -365,7 +367,7 @@ TEST_CASE("each ZeRO stage waits for what nothing hides", "[engine][step model]"
     CAPTURE(stage);
     config.distributed.zero_stage = stage;
     const auto predicted = [&](const WorkSeconds& seconds, const Links& links) {
-      return predict_step(actions_of(config, kRanks, seconds), links, kRanks);
+      return predict_step(actions_of(config, kRanks, seconds), links, {0, kRanks});
     };
     const StepPrediction step = predicted(per_op(kLong, kLong), kByteASecond);
     CHECK(step.exposed_seconds == Approx(expected[stage]));

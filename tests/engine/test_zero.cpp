@@ -63,9 +63,9 @@ class CopyCheck {
     weights.before_gather(device, unit);
     for (const ModelWeights::Piece& piece : weights.pieces(unit, pass)) {
       if (piece.is_columns) {
-        communicator.all_gather_columns(device, piece.own, piece.whole, Peers::kGroup);
+        communicator.all_gather_columns(device, piece.own, piece.whole, Peers::kShard);
       } else {
-        communicator.all_gather(device, piece.own, piece.whole, Peers::kGroup);
+        communicator.all_gather(device, piece.own, piece.whole, Peers::kShard);
       }
     }
     weights.gathered(device, unit);

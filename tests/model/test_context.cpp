@@ -63,7 +63,7 @@ Result run_shared(const ModelConfig& config, const PrecisionConfig& precision, c
   Result result{std::vector<float>(batch.tokens.size()), {}};
   std::vector<std::vector<float>> gradients(static_cast<size_t>(ranks));
   ThreadRanks(ranks).run([&](Communicator& communicator) {
-    communicator.divide(1, ranks);
+    communicator.divide({communicator.rank(), ranks, 1, ranks});
     SequenceExchange exchange(communicator);
     BatchShape shape{kSequences, length, !batch.first_keys.empty()};
     shape.context_size = ranks;

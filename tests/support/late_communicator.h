@@ -53,7 +53,7 @@ class LateCommunicator final : public Communicator {
   void barrier() override { real_.barrier(); }
 
  private:
-  void divided() override { real_.divide(size_of(Peers::kGroup), size_of(Peers::kContext)); }
+  void divided() override { real_.divide(mesh()); }
 
   Communicator& real_;
   std::deque<std::function<void()>> waiting_;

@@ -197,7 +197,7 @@ void NcclCommunicator::connect() {
 void NcclCommunicator::divided() {
   watchdog_.probe(nullptr);  // its thread uses the communicators
   const ncclComm_t all = group(Peers::kAll).comm;
-  for (const Peers peers : {Peers::kGroup, Peers::kAcross, Peers::kContext}) {
+  for (const Peers peers : {Peers::kShard, Peers::kReplicate, Peers::kContext}) {
     if (size_of(peers) == 1 || size_of(peers) == size()) continue;
     ncclConfig_t config = communicator_config();
     // The lowest rank among the peers numbers them.
@@ -212,7 +212,7 @@ NcclCommunicator::~NcclCommunicator() {
   watchdog_.probe(nullptr);
   const bool failed = std::uncaught_exceptions() > 0;
   if (!failed) synchronize();
-  for (const Peers peers : {Peers::kContext, Peers::kGroup, Peers::kAcross, Peers::kAll}) {
+  for (const Peers peers : {Peers::kContext, Peers::kShard, Peers::kReplicate, Peers::kAll}) {
     const ncclComm_t comm = group(peers).comm;
     if (comm == nullptr) continue;
     if (failed) {
@@ -292,7 +292,7 @@ bool NcclCommunicator::are_on_one_host(Peers peers) const {
 void NcclCommunicator::open_windows() {
   if (memory_ == nullptr) return;
   std::byte* signals = static_cast<std::byte*>(memory_) + memory_bytes_;
-  for (const Peers peers : {Peers::kAll, Peers::kGroup, Peers::kAcross, Peers::kContext}) {
+  for (const Peers peers : {Peers::kAll, Peers::kShard, Peers::kReplicate, Peers::kContext}) {
     PeerGroup& group = this->group(peers);
     signals -= cuda::PeerWindow::kSignalBytes;
     if (group.comm == nullptr || group.window || !are_on_one_host(peers)) continue;

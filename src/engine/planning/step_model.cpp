@@ -63,17 +63,11 @@ struct Group {
   int64_t num_gpus;
   Links links;
 };
-Group group_of(Peers peers, const Links& links, int64_t num_gpus, int64_t shard_size, int64_t context_size) {
-  const int64_t per_node = num_gpus / links.nodes;
-  Group group = {num_gpus, links};
+Group group_of(Peers peers, const Links& links, const Mesh& mesh) {
+  Group group = {mesh.size(peers), links};
   if (peers == Peers::kAll) return group;
-  const bool is_across = peers == Peers::kAcross;
-  const int64_t consecutive = peers == Peers::kContext ? context_size : shard_size;
-  group.num_gpus = is_across ? num_gpus / consecutive : consecutive;
-  // A group spans as few nodes as possible. Of the ranks across groups, each node has as many as it has groups.
-  const int64_t in_a_node =
-      is_across ? std::max<int64_t>(1, per_node / consecutive) : std::min(consecutive, per_node);
-  group.links.nodes = ceil_div(group.num_gpus, in_a_node);
+  const int per_node = mesh.size(Peers::kAll) / static_cast<int>(links.nodes);
+  group.links.nodes = ceil_div(group.num_gpus, mesh.size_on_node(peers, per_node));
   return group;
 }
 
@@ -100,8 +94,7 @@ void transfer(const RecordedTransfer& what, const Links& links, StreamTimeline& 
 // What the actions so far take.
 class PredictedStep {
  public:
-  PredictedStep(const Links& links, int64_t num_gpus, int64_t shard_size, int64_t context_size)
-      : links_(links), num_gpus_(num_gpus), shard_size_(shard_size), context_size_(context_size) {}
+  PredictedStep(const Links& links, const Mesh& mesh) : links_(links), mesh_(mesh) {}
 
   void queue(const StepAction& action) {
     switch (action.kind) {
@@ -139,7 +132,7 @@ class PredictedStep {
 
  private:
   void queue_collective(const StepAction& action) {
-    const Group group = group_of(action.peers, links_, num_gpus_, shard_size_, context_size_);
+    const Group group = group_of(action.peers, links_, mesh_);
     if (group.num_gpus == 1) {
       timeline_.collective(0, 0);
       return;
@@ -153,7 +146,7 @@ class PredictedStep {
   }
 
   const Links& links_;
-  int64_t num_gpus_, shard_size_, context_size_;
+  Mesh mesh_;
   StreamTimeline timeline_;
   StepPrediction prediction_;  // but for the times, which the timeline has
 };
@@ -180,9 +173,8 @@ double collective_seconds(const Links& links, int64_t num_gpus, Kind kind, int64
   return latency(links, num_gpus, kind) + bytes_sent(num_gpus, kind, bytes) / bandwidth;
 }
 
-StepPrediction predict_step(const std::vector<StepAction>& actions, const Links& links, int64_t num_gpus,
-                            int64_t shard_size, int64_t context_size) {
-  PredictedStep step(links, num_gpus, shard_size == 0 ? num_gpus : shard_size, context_size);
+StepPrediction predict_step(const std::vector<StepAction>& actions, const Links& links, const Mesh& mesh) {
+  PredictedStep step(links, mesh);
   for (size_t i = 0; i < actions.size(); ++i) {
     if (actions[i].kind != Kind::kRepeat) {
       step.queue(actions[i]);

@@ -89,10 +89,8 @@ struct StepPrediction {
     return communication_seconds > 0 ? 1 - exposed_seconds / communication_seconds : 1;
   }
 };
-// Of a run whose groups (Peers::kGroup) have `shard_size` GPUs; 0: all. Those of Peers::kContext have
-// `context_size`.
-StepPrediction predict_step(const std::vector<StepAction>& actions, const Links& links, int64_t num_gpus,
-                            int64_t shard_size = 0, int64_t context_size = 1);
+// Predicts a step of one rank of `mesh`, whose ranks are GPUs.
+StepPrediction predict_step(const std::vector<StepAction>& actions, const Links& links, const Mesh& mesh);
 
 // The clock of a device with two streams: one computes, on the other collectives run in their order, each as soon
 // as the work that was queued before it is done. Beside them tensors pass between host memory and the device, in

@@ -22,8 +22,9 @@ BoundRun::BoundRun(const Config& config, const Zero& zero, DeclaredRun& declared
   declared_.optimizer.bind(arena_, declared_.model.weights().own(), declared_.model.weights().amax());
   const int64_t context_size = config_.distributed.context_parallel;
   if (zero_.shards_states() || context_size > 1) {
-    communicator.divide(zero_.shards_states() ? static_cast<int>(zero_.shard.size) : communicator.size(),
-                        static_cast<int>(context_size));
+    const int size = communicator.size();
+    const int shard_size = zero_.shards_states() ? static_cast<int>(zero_.shard.size) : size;
+    communicator.divide({communicator.rank(), size, shard_size, static_cast<int>(context_size)});
   }
   if (context_size > 1) declared_.model.set_context(&context_.emplace(communicator));
   if (communicator.size() > 1 || declared_.model.weights().has_host_parts()) {

@@ -27,9 +27,9 @@ void ParameterExchange::gather(Device& device, int unit, Pass pass, Changed chan
   for (const ModelWeights::Piece& piece : model_.weights().pieces(unit, pass)) {
     if (changed == Changed::kTrained && !piece.trainable) continue;
     if (piece.is_columns) {
-      communicator_.all_gather_columns(device, piece.own, piece.whole, Peers::kGroup);
+      communicator_.all_gather_columns(device, piece.own, piece.whole, Peers::kShard);
     } else {
-      communicator_.all_gather(device, piece.own, piece.whole, Peers::kGroup);
+      communicator_.all_gather(device, piece.own, piece.whole, Peers::kShard);
     }
   }
 }
@@ -142,10 +142,10 @@ void ParameterExchange::after_backward(Device& device, int unit) {
     // piece of their sum joins what it has accumulated.
     const Accumulation accumulation =
         zero_.shards_gradients() && !place_.is_first ? Accumulation::kContinue : Accumulation::kBegin;
-    communicator_.reduce_scatter(device, gradient.whole, gradient.own, Peers::kGroup, accumulation);
+    communicator_.reduce_scatter(device, gradient.whole, gradient.own, Peers::kShard, accumulation);
     reduced = communicator_.last_queued();
-    if (place_.is_last && communicator_.size_of(Peers::kAcross) > 1) {
-      communicator_.all_reduce(device, gradient.own, Reduction::kSum, Peers::kAcross);
+    if (place_.is_last && communicator_.size_of(Peers::kReplicate) > 1) {
+      communicator_.all_reduce(device, gradient.own, Reduction::kSum, Peers::kReplicate);
       if (optimizer_.releases_gradients()) reduced = communicator_.last_queued();  // the piece lies in the buffer
     }
   }
@@ -164,10 +164,10 @@ void ParameterExchange::wait_for_gradients(Device& device, int unit) {
 }
 
 void ParameterExchange::sum_of_pieces(Device& device, const TensorView& x) {
-  sum(device, x, Peers::kGroup);
-  if (communicator_.size_of(Peers::kAcross) == 1) return;
+  sum(device, x, Peers::kShard);
+  if (communicator_.size_of(Peers::kReplicate) == 1) return;
   // NCCL may add in another order in each group.
-  communicator_.all_reduce(device, x, Reduction::kMax, Peers::kAcross);
+  communicator_.all_reduce(device, x, Reduction::kMax, Peers::kReplicate);
   wait(device, communicator_.last_queued(), "sums of numbers");
 }
 
@@ -206,7 +206,7 @@ void ParameterExchange::weights_changed(Device& device, Changed changed) {
     }
   }
   if (zero_.shards_states() && !weights.amax().empty()) {
-    communicator_.all_reduce(device, weights.amax(), Reduction::kMax, Peers::kGroup);
+    communicator_.all_reduce(device, weights.amax(), Reduction::kMax, Peers::kShard);
   }
   wait(device, communicator_.last_queued(), "gathered weights");
   for (int unit = 0; unit < num_units; ++unit) {

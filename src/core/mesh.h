@@ -1,0 +1,51 @@
+#pragma once
+#include <algorithm>
+#include <array>
+
+#include "core/error.h"
+
+namespace parka {
+
+// Which ranks take part in a collective: those that differ along some axes of the mesh, and agree along the others.
+enum class Peers {
+  kAll,
+  kShard,      // ranks that divide states, gradients or weights (ZeRO)
+  kReplicate,  // ranks that have the same pieces: one of each kShard group
+  kContext,    // ranks that share each sequence
+};
+inline constexpr int kNumPeers = 4;
+
+// The ranks of a run, ordered along axes. Ranks along an axis are `stride` apart, so that groups of consecutive
+// ranks have stride 1. Axes may overlap: those that share a sequence may divide the states, too.
+class Mesh {
+ public:
+  // All ranks divide what is divided, and none share a sequence.
+  Mesh(int rank, int size) : Mesh(rank, size, size, 1) {}
+  // `shard_size` and `context_size` divide `size`.
+  Mesh(int rank, int size, int shard_size, int context_size)
+      : rank_(rank), axes_{{{1, size}, {1, shard_size}, {shard_size, size / shard_size}, {1, context_size}}} {
+    PARKA_REQUIRE(rank >= 0 && rank < size && size % shard_size == 0 && size % context_size == 0);
+  }
+
+  int rank() const { return rank_; }
+  int size(Peers peers) const { return axis(peers).size; }
+  // This rank's place among its peers, 0 to size() - 1.
+  int place(Peers peers) const { return rank_ / axis(peers).stride % axis(peers).size; }
+  // The rank at a place among this rank's peers.
+  int rank_at(Peers peers, int place) const { return rank_ + (place - this->place(peers)) * axis(peers).stride; }
+  // How many of the peers are on one node, where each node has `per_node` consecutive ranks.
+  int size_on_node(Peers peers, int per_node) const {
+    return std::min(axis(peers).size, std::max(1, per_node / axis(peers).stride));
+  }
+
+ private:
+  struct Axis {
+    int stride, size;
+  };
+  const Axis& axis(Peers peers) const { return axes_[static_cast<size_t>(peers)]; }
+
+  int rank_;
+  std::array<Axis, kNumPeers> axes_;
+};
+
+}  // namespace parka
