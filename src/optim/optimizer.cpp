@@ -343,15 +343,17 @@ void Optimizer::open_gradient(Device& device, size_t i) const {
   if (padding.numel() > 0) device.fill_zero(padding.data, padding.bytes());
 }
 
-PendingStep Optimizer::step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sums,
-                            const std::function<void(size_t parameter)>& before_update, const StepLimits& limits) {
-  PARKA_REQUIRE(!releases_gradients() && step >= 1 && states_.size() == parameters_.size());
-  device.section(StepSection::kOptimizer);
+void Optimizer::begin_update(Device& device) {
+  PARKA_REQUIRE(states_.size() == parameters_.size());
   if (stream_) stream_->begin(update_order_);  // the first parts come while the norm is found
-  find_coefficient(device, step, sums, limits);
-  clear_amax(device, 0, parameters_.size());
-  update_parameters(device, {.step = step, .lr = lr, .seed = seed}, update_order_, before_update);
-  return end_step(device);
+  if (releases_gradients()) device.copy(loss_.data, own_loss_.data, loss_.bytes());
+}
+
+std::pair<size_t, size_t> Optimizer::range_of(int unit) const {
+  PARKA_REQUIRE((unit != kAllUnits) == releases_gradients());
+  if (unit == kAllUnits) return {0, parameters_.size()};
+  const auto units = std::ranges::equal_range(parameters_, unit, {}, &ParameterInfo::unit);
+  return {units.begin() - parameters_.begin(), units.end() - parameters_.begin()};
 }
 
 void Optimizer::clear_amax(Device& device, size_t begin, size_t end) const {
@@ -370,64 +372,34 @@ void Optimizer::clear_amax(Device& device, size_t begin, size_t end) const {
   }
 }
 
-void Optimizer::find_coefficient(Device& device, int64_t step, const SumOverRanks& sums, const StepLimits& limits) {
+TensorView Optimizer::queue_squares(Device& device, int unit) {
+  const auto [begin, end] = range_of(unit);
   std::vector<TensorView> own;  // padding, which is zeros, included
-  own.reserve(gradient_pieces_.size());
-  for (const GradientPieces& gradient : gradient_pieces_) own.push_back(gradient.own);
-  sum_of_squares(device, {.parts = own, .partial = squares_, .result = total_squares_});
-  if (zero_.shards_states()) sums.of_pieces(scalars_.rows(0, squares_.numel() + 1));
-  if (sums.of_batches) sums.of_batches(loss_);
-  clip_coefficient(device, {.sum_of_squares = total_squares_,
-                            .loss = loss_,
-                            .max_norm = static_cast<float>(clip_limit(step)),
-                            .most_squares = static_cast<float>(limits.grad_norm * limits.grad_norm),
-                            .most_loss = static_cast<float>(limits.loss),
-                            .coefficient = clip_coefficient_});
-}
-
-void Optimizer::begin_update(Device& device, const SumOverRanks& sums) {
-  PARKA_REQUIRE(releases_gradients());
-  if (stream_) stream_->begin(update_order_);
-  device.copy(loss_.data, own_loss_.data, loss_.bytes());
-  if (sums.of_batches) sums.of_batches(loss_);
-}
-
-void Optimizer::step_unit(Device& device, const Update& update, int unit, const SumOverRanks& sums,
-                          const std::function<void(size_t parameter)>& before_update) {
-  PARKA_REQUIRE(releases_gradients() && update.step >= 1 && states_.size() == parameters_.size());
-  const auto first_from = [&](int of) {
-    return static_cast<size_t>(std::ranges::lower_bound(parameters_, of, {}, &ParameterInfo::unit) -
-                               parameters_.begin());
-  };
-  const size_t begin = first_from(unit), end = first_from(unit + 1);
-  if (std::none_of(parameters_.begin() + static_cast<int64_t>(begin),
-                   parameters_.begin() + static_cast<int64_t>(end),
-                   [](const ParameterInfo& p) { return p.trainable; })) {
-    return;
-  }
-  find_unit_coefficient(device, update.step, begin, end, sums);
-  clear_amax(device, begin, end);  // not sooner: backward reads them
-  std::vector<size_t> updated;
-  for (size_t i = begin; i < end; ++i) {
-    if (parameters_[i].trainable) updated.push_back(i);
-  }
-  update_parameters(device, update, updated, before_update);
-}
-
-// A number that is not finite stays in the sum, and so keeps all later units from being updated.
-void Optimizer::find_unit_coefficient(Device& device, int64_t step, size_t begin, size_t end,
-                                      const SumOverRanks& sums) {
-  std::vector<TensorView> own;
   for (size_t i = begin; i < end; ++i) own.push_back(gradient_pieces_[i].own);
   const TensorView squares = squares_.rows(static_cast<int64_t>(begin), static_cast<int64_t>(end - begin));
-  sum_of_squares(device, {.parts = std::move(own), .partial = squares, .result = unit_squares_});
-  if (zero_.shards_states()) sums.of_pieces(squares);
-  add_sum(device, {.x = squares, .total = total_squares_});
-  clip_coefficient(device, {.sum_of_squares = total_squares_,
-                            .loss = loss_,
-                            .max_norm = static_cast<float>(clip_limit(step)),
-                            .coefficient = clip_coefficient_,
-                            .clipped_squares = last_squares_});
+  const bool is_unit = unit != kAllUnits;
+  sum_of_squares(device, {.parts = own, .partial = squares, .result = is_unit ? unit_squares_ : total_squares_});
+  if (!zero_.shards_states()) return {};
+  return is_unit ? squares : scalars_.rows(0, squares_.numel() + 1);
+}
+
+// Of units: a number that is not finite stays in the sum, and so keeps all later ones from being updated.
+void Optimizer::queue_coefficient(Device& device, int64_t step, const StepLimits& limits, int unit) {
+  const auto [begin, end] = range_of(unit);
+  ClipCoefficient clip = {.sum_of_squares = total_squares_,
+                          .loss = loss_,
+                          .max_norm = static_cast<float>(clip_limit(step)),
+                          .coefficient = clip_coefficient_};
+  if (unit != kAllUnits) {
+    const auto first = static_cast<int64_t>(begin), count = static_cast<int64_t>(end - begin);
+    add_sum(device, {.x = squares_.rows(first, count), .total = total_squares_});
+    clip.clipped_squares = last_squares_;
+  } else {
+    clip.most_squares = static_cast<float>(limits.grad_norm * limits.grad_norm);
+    clip.most_loss = static_cast<float>(limits.loss);
+  }
+  clip_coefficient(device, clip);
+  clear_amax(device, begin, end);  // not sooner: backward reads them
 }
 
 PendingStep Optimizer::end_step(Device& device) {
@@ -441,18 +413,14 @@ void Optimizer::set_last_norm(Device& device, double norm) const {
   device.copy_to_device(total_squares_.data, &squares, sizeof(squares));
 }
 
-void Optimizer::update_parameters(Device& device, const Update& update, const std::vector<size_t>& indices,
-                                  const std::function<void(size_t parameter)>& before_update) {
-  for (const size_t i : indices) {
-    if (before_update) before_update(i);
-    if (own_range(i).size() == 0) continue;
-    if (stream_) {
-      stream_->update(i, [&](int64_t first, const ParameterState& part) {
-        adamw_step(device, step_of(update, i, first, part));
-      });
-    } else {
-      adamw_step(device, step_of(update, i, 0, parameter_state(i)));
-    }
+void Optimizer::queue_update(Device& device, const Update& update, size_t i) {
+  PARKA_REQUIRE(update.step >= 1);
+  if (own_range(i).size() == 0) return;
+  if (stream_) {
+    stream_->update(
+        i, [&](int64_t first, const ParameterState& part) { adamw_step(device, step_of(update, i, first, part)); });
+  } else {
+    adamw_step(device, step_of(update, i, 0, parameter_state(i)));
   }
 }
 

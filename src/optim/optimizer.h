@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdint>
-#include <functional>
 #include <limits>
 #include <memory>
 #include <span>
@@ -121,35 +120,36 @@ class Optimizer {
   // gradients that this rank keeps whole.
   void begin_step(Device& device) const;
 
-  // Queues one update with learning rate `lr`; `step` counts from 1 and drives bias correction and stochastic
-  // rounding. Gradients are scaled by min(1, clip_limit(step) / (norm + 1e-6)), as in OLMo and PyTorch. A loss or a
-  // gradient that is not finite, gradients whose sum of squares exceeds fp32, and what is beyond `limits` leave
-  // weights and states as they are. The optimizer must outlive the result. In a run of several ranks the functions
-  // of `sums` must replace the fp32 tensor that they are given by its sum over ranks.
-  struct SumOverRanks {
-    std::function<void(const TensorView&)> of_pieces;   // over those that share the states
-    std::function<void(const TensorView&)> of_batches;  // over all, each of which has had other micro-batches
-  };
-  // `before_update` is told before the update of each parameter that this rank has a part of is queued.
-  PendingStep step(Device& device, int64_t step, double lr, uint64_t seed, const SumOverRanks& sums = {},
-                   const std::function<void(size_t parameter)>& before_update = {}, const StepLimits& limits = {});
-
-  // ---- The step with config.release_gradients, in place of step() ----
-
-  // One update of all parameters: arguments of step().
+  // One update of all parameters: `step` counts from 1 and drives bias correction and stochastic rounding.
   struct Update {
     int64_t step;
     double lr;
     uint64_t seed;
   };
-  // Queues, before the first unit of a step, what all are held against: the loss over all ranks.
-  void begin_update(Device& device, const SumOverRanks& sums);
-  // Queues the update of a unit, whose gradient is complete. The norm of the step before gives the clipping
-  // coefficient. The unit and those after it in the step are left as they are if the loss, the unit's gradient or
-  // that of a unit before it is not finite. `before_update` is told of each parameter of the unit.
-  void step_unit(Device& device, const Update& update, int unit, const SumOverRanks& sums,
-                 const std::function<void(size_t parameter)>& before_update);
-  // Call after the last unit. If a gradient was not finite, the units updated before it stay updated.
+  // The parts of an update, in this order. In a run of several ranks the caller sums over them what it is given
+  // (ParameterExchange). Gradients are scaled by min(1, clip_limit(step) / (norm + 1e-6)), as in OLMo and PyTorch.
+  // A loss or a gradient that is not finite, gradients whose sum of squares exceeds fp32, and what is beyond
+  // `limits` leave weights and states as they are. With config.release_gradients the middle three are called for
+  // one unit after the other, as its gradients are complete: the norm of the step before gives the clipping
+  // coefficient, and a unit and those after it in the step are left as they are if the loss, the unit's gradient or
+  // that of a unit before it is not finite; those updated before it stay updated.
+  //
+  // 1. States in host memory begin to come in. step_loss() is then this rank's.
+  void begin_update(Device& device);
+  // [1] fp32: the loss of the step, which is to be the sum over all ranks before queue_coefficient().
+  const TensorView& step_loss() const { return loss_; }
+  // 2. Queues the sums of squares of the gradients, of all units or of one. Returns those that are to be replaced
+  // by their sums over the ranks that share the states; an empty view where none do.
+  static constexpr int kAllUnits = -1;
+  TensorView queue_squares(Device& device, int unit = kAllUnits);
+  // 3. Queues the clipping coefficient.
+  void queue_coefficient(Device& device, int64_t step, const StepLimits& limits, int unit = kAllUnits);
+  // 4. Queues the update of this rank's part of a parameter, for each of update_order(), or each that is trained of
+  // the unit.
+  void queue_update(Device& device, const Update& update, size_t parameter);
+  // The parameters that this rank has a part of and updates.
+  const std::vector<size_t>& update_order() const { return update_order_; }
+  // 5. The optimizer must outlive the result.
   PendingStep end_step(Device& device);
   // The global norm of the newest step, which gives the coefficient of the next: 0, which clips nothing, of a run
   // without a step.
@@ -186,14 +186,8 @@ class Optimizer {
   };
   // Clears the maxima of weights that a step updates, of parameters [begin, end).
   void clear_amax(Device& device, size_t begin, size_t end) const;
-  // Queues the global norm over ranks, and the clipping coefficient of the step.
-  void find_coefficient(Device& device, int64_t step, const SumOverRanks& sums, const StepLimits& limits);
-  // The same of a unit, whose parameters are [begin, end), and of the units before it.
-  void find_unit_coefficient(Device& device, int64_t step, size_t begin, size_t end, const SumOverRanks& sums);
-  // Queues the updates of this rank's parts of parameters: where they pass through buffers, one part after another;
-  // else those of adapters and side networks, which are small and many, together.
-  void update_parameters(Device& device, const Update& update, const std::vector<size_t>& indices,
-                         const std::function<void(size_t parameter)>& before_update);
+  // The parameters of a unit, or all: [begin, end).
+  std::pair<size_t, size_t> range_of(int unit) const;
   // The step of this rank's elements `first` and following of parameter i, whose state is `part`.
   AdamwStep step_of(const Update& update, size_t i, int64_t first, const ParameterState& part) const;
   size_t buffer_of(const ParameterInfo& parameter) const {

@@ -8,6 +8,7 @@
 #include "core/split_float.h"
 #include "tests/support/catch.h"
 #include "tests/support/tensors.h"
+#include "tests/support/updates.h"
 
 using namespace parka;
 using namespace parka::test;
@@ -65,7 +66,7 @@ class TestRun {
   }
   StepResult step_with_random_gradient(int64_t step, float scale = 1e-3f, double lr = 1e-3) {
     for (size_t i = 0; i < optimizer.parameters().size(); ++i) set_gradient(i, gradient_of(i, step, scale));
-    return optimizer.step(device, step, lr, 99).wait();
+    return queue_step(optimizer, device, {.step = step, .lr = lr, .seed = 99}).wait();
   }
   // Weights and states, but not gradients.
   std::vector<std::vector<std::byte>> bytes() const {
@@ -135,7 +136,7 @@ double minimise_quadratic(const OptimizerConfig& config) {
     for (int64_t i = 0; i < N; ++i) gradient[i] = curvature[i] * (w[i] - target[i] + gradient[i]);
     run.set_gradient(0, gradient);
     const double lr = 0.02 * (1.0 - 0.9 * static_cast<double>(t) / static_cast<double>(num_steps));
-    REQUIRE(run.optimizer.step(run.device, t, lr, 7).wait().applied);
+    REQUIRE(queue_step(run.optimizer, run.device, {.step = t, .lr = lr, .seed = 7}).wait().applied);
   }
   double loss = 0;
   const std::vector<float> w = run.optimizer.master_weight(run.device, 0);
@@ -324,10 +325,10 @@ TEST_CASE("released gradients are clipped by the norm of the step before", "[opt
   released.optimizer.set_last_norm(released.device, 0);
   const auto step = [](TestRun& run, int64_t t, float scale) {
     run.optimizer.begin_step(run.device);
-    run.optimizer.begin_update(run.device, {});
+    run.optimizer.begin_update(run.device);
     for (int unit = 2; unit >= 0; --unit) {  // the first and the last lie in one buffer
       run.set_gradient(static_cast<size_t>(unit), run.gradient_of(static_cast<size_t>(unit), t, scale));
-      run.optimizer.step_unit(run.device, {.step = t, .lr = 1e-3, .seed = 99}, unit, {}, {});
+      queue_unit(run.optimizer, run.device, {.step = t, .lr = 1e-3, .seed = 99}, unit);
     }
     return run.optimizer.end_step(run.device).wait();
   };
@@ -346,7 +347,7 @@ TEST_CASE("released gradients are clipped by the norm of the step before", "[opt
       }
       plain.set_gradient(i, gradient);
     }
-    REQUIRE(plain.optimizer.step(plain.device, t, 1e-3, 99).wait().applied);
+    REQUIRE(queue_step(plain.optimizer, plain.device, {.step = t, .lr = 1e-3, .seed = 99}).wait().applied);
     if (t == 6) {
       resumed.restore(released.bytes());
       resumed.optimizer.set_last_norm(resumed.device, std::sqrt(double{squares}));
@@ -386,14 +387,14 @@ TEST_CASE("hazard: a released gradient that is not finite reaches its weights or
       return bytes;
     };
     run.optimizer.begin_step(run.device);
-    run.optimizer.begin_update(run.device, {});
+    run.optimizer.begin_update(run.device);
     std::vector<bool> has_changed;
     for (const size_t i : {2, 1, 0}) {
       std::vector<float> gradient = run.gradient_of(i, 1, 1e-3f);
       if (i == 1) gradient[3] = bad;
       run.set_gradient(i, gradient);
       const std::vector<std::byte> before = bytes_of_parameter(i);
-      run.optimizer.step_unit(run.device, {.step = 1, .lr = 1e-3, .seed = 99}, static_cast<int>(i), {}, {});
+      queue_unit(run.optimizer, run.device, {.step = 1, .lr = 1e-3, .seed = 99}, static_cast<int>(i));
       has_changed.push_back(bytes_of_parameter(i) != before);
     }
     const StepResult result = run.optimizer.end_step(run.device).wait();
@@ -433,7 +434,6 @@ TEST_CASE("without clipping a large gradient is used as it is", "[optim][optimiz
 
 TEST_CASE("a step begins without a loss, and with padding that adds nothing to the norm", "[optim][optimizer]") {
   constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
-  const Optimizer::SumOverRanks alone = {.of_pieces = [](const TensorView&) {}, .of_batches = {}};
   for (const int64_t stage : {0, 1, 2}) {
     TestRun run(config_of(StateFormat::kFp32, MasterForm::kFp32), small_table(), make_zero(stage, 1, 2));
     CAPTURE(stage);
@@ -455,7 +455,7 @@ TEST_CASE("a step begins without a loss, and with padding that adds nothing to t
       for (size_t k = static_cast<size_t>(begin); k < gradient.size(); ++k)
         squares += double{gradient[k]} * gradient[k];
     }
-    const StepResult result = run.optimizer.step(run.device, 1, 0.0, 0, alone).wait();
+    const StepResult result = queue_step(run.optimizer, run.device, {.step = 1, .lr = 0.0, .seed = 0}).wait();
     CHECK(result.applied);
     CHECK(std::abs(result.grad_norm - std::sqrt(squares)) <= 1e-5 * std::sqrt(squares));
   }
@@ -473,13 +473,13 @@ TEST_CASE("hazard: a gradient that is not finite reaches weights or states", "[o
     std::vector<float> last = run.gradient_of(2, 4, 1e-3f), norm = run.gradient_of(1, 4, 1e-3f);
     last[644] = bad;
     run.set_gradient(2, last);
-    auto result = run.optimizer.step(run.device, 4, 1e-3, 99).wait();
+    auto result = queue_step(run.optimizer, run.device, {.step = 4, .lr = 1e-3, .seed = 99}).wait();
     CHECK_FALSE(result.applied);
     CHECK_FALSE(std::isfinite(result.grad_norm));
     CHECK(result.culprit == "last");
     norm[0] = bad;
     run.set_gradient(1, norm);
-    CHECK(run.optimizer.step(run.device, 4, 1e-3, 99).wait().culprit == "norm");
+    CHECK(queue_step(run.optimizer, run.device, {.step = 4, .lr = 1e-3, .seed = 99}).wait().culprit == "norm");
     CHECK(run.bytes() == before);
     result = run.step_with_random_gradient(4);
     CHECK(result.applied);
@@ -569,19 +569,18 @@ TEST_CASE("stochastic rounding draws by the place in the flat parameter space", 
     run.optimizer.set_weight(run.device, i, std::vector<float>(512, 1.0f));
     run.set_gradient(i, std::vector<float>(512, 1e-3f));
   }
-  run.optimizer.step(run.device, 1, 1e-3, 5);
+  queue_step(run.optimizer, run.device, {.step = 1, .lr = 1e-3, .seed = 5});
   const auto a = run.optimizer.master_weight(run.device, 0), b = run.optimizer.master_weight(run.device, 1);
   CHECK(a != b);
   run.optimizer.set_weight(run.device, 0, std::vector<float>(512, 1.0f));
   TestRun other_seed(config_of(StateFormat::kFp32, MasterForm::kBf16Sr), {{"a", 1, 512, kLinear, true, 0}});
   other_seed.optimizer.set_weight(other_seed.device, 0, std::vector<float>(512, 1.0f));
   other_seed.set_gradient(0, std::vector<float>(512, 1e-3f));
-  other_seed.optimizer.step(other_seed.device, 1, 1e-3, 6);
+  queue_step(other_seed.optimizer, other_seed.device, {.step = 1, .lr = 1e-3, .seed = 6});
   CHECK(other_seed.optimizer.master_weight(other_seed.device, 0) != a);
 }
 
 TEST_CASE("ranks that divide the states round as one rank does", "[optim][optimizer]") {
-  const Optimizer::SumOverRanks alone = {.of_pieces = [](const TensorView&) {}, .of_batches = {}};
   for (const MasterForm form : {MasterForm::kFp24Split, MasterForm::kBf16Sr}) {
     OptimizerConfig config = config_of(StateFormat::kFp8Expanded, form);
     config.clip_norm = 0;  // a rank alone has its own norm
@@ -600,7 +599,7 @@ TEST_CASE("ranks that divide the states round as one rank does", "[optim][optimi
         run.optimizer.begin_step(run.device);
         for (int64_t t = 1; t <= 20; ++t) {
           for (size_t i = 0; i < num_parameters; ++i) run.set_gradient(i, run.gradient_of(i, t, 1e-3f));
-          run.optimizer.step(run.device, t, 1e-3, 99, alone);
+          queue_step(run.optimizer, run.device, {.step = t, .lr = 1e-3, .seed = 99});
         }
         for (size_t i = 0; i < num_parameters; ++i) {
           const std::vector<float> all = whole.optimizer.master_weight(whole.device, i);

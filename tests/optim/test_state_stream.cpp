@@ -13,6 +13,7 @@
 #include "tests/support/catch.h"
 #include "tests/support/device_with_late_copies.h"
 #include "tests/support/tensors.h"
+#include "tests/support/updates.h"
 
 using namespace parka;
 using namespace parka::test;
@@ -65,7 +66,7 @@ class OptimizerRun {
       const auto values = random_normal(gradient.numel(), 1000 * static_cast<uint64_t>(step) + i, scale);
       device.copy_to_device(gradient.data, values.data(), gradient.bytes());
     }
-    return optimizer.step(device, step, 1e-3, 99).wait();
+    return queue_step(optimizer, device, {.step = step, .lr = 1e-3, .seed = 99}).wait();
   }
   // Weights, their maxima and states.
   Bytes bytes() const {

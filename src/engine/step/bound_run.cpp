@@ -78,23 +78,30 @@ void BoundRun::on_gradient(const std::function<void(int parameter)>& called) {
   }
 }
 
-Optimizer::SumOverRanks BoundRun::sums() {
-  if (!exchange_) return {};
-  return {.of_pieces = [this](const TensorView& x) { exchange_->sum_of_pieces(device_, x); },
-          .of_batches = [this](const TensorView& x) { exchange_->sum(device_, x, Peers::kAll); }};
-}
-
 uint64_t BoundRun::rounding_seed() const { return static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey; }
 
 PendingStep BoundRun::update(int64_t update, double lr, const std::function<void(size_t parameter)>& before_update,
                              const StepLimits& limits) {
-  return declared_.optimizer.step(device_, update, lr, rounding_seed(), sums(), before_update, limits);
+  Optimizer& optimizer = declared_.optimizer;
+  device_.section(StepSection::kOptimizer);
+  optimizer.begin_update(device_);
+  const TensorView squares = optimizer.queue_squares(device_);
+  if (exchange_) {
+    exchange_->sum_of_pieces(device_, squares);
+    exchange_->sum(device_, optimizer.step_loss(), Peers::kAll);
+  }
+  optimizer.queue_coefficient(device_, update, limits);
+  for (const size_t parameter : optimizer.update_order()) {
+    if (before_update) before_update(parameter);
+    optimizer.queue_update(device_, {.step = update, .lr = lr, .seed = rounding_seed()}, parameter);
+  }
+  return optimizer.end_step(device_);
 }
 
 void BoundRun::release_update(int64_t update, double lr,
                               const std::function<void(size_t parameter)>& before_update) {
   PARKA_REQUIRE(released_.has_value());
-  released_->set_update({{.step = update, .lr = lr, .seed = rounding_seed()}, sums(), before_update});
+  released_->set_update({{.step = update, .lr = lr, .seed = rounding_seed()}, before_update});
 }
 
 void BoundRun::share_weights(ModelWeights::Changed changed) {
@@ -147,8 +154,20 @@ void ReleasedUpdates::update(Device& device, int unit) {
   const StepSection backward = device.section();
   device.section(StepSection::kOptimizer);
   if (are_several_) exchange_->wait_for_gradients(device, unit);
-  if (unit == table_.head_unit()) optimizer_.begin_update(device, arguments_->sums);
-  optimizer_.step_unit(device, arguments_->update, unit, arguments_->sums, arguments_->before_update);
+  if (unit == table_.head_unit()) {
+    optimizer_.begin_update(device);
+    if (exchange_ != nullptr) exchange_->sum(device, optimizer_.step_loss(), Peers::kAll);
+  }
+  if (const std::vector<int> trained = table_.trained(unit); !trained.empty()) {
+    const TensorView squares = optimizer_.queue_squares(device, unit);
+    if (exchange_ != nullptr) exchange_->sum_of_pieces(device, squares);
+    optimizer_.queue_coefficient(device, arguments_->update.step, {}, unit);
+    for (const int parameter : trained) {
+      const auto i = static_cast<size_t>(parameter);
+      if (arguments_->before_update) arguments_->before_update(i);
+      optimizer_.queue_update(device, arguments_->update, i);
+    }
+  }
   device.section(backward);
 }
 

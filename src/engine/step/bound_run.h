@@ -27,11 +27,9 @@ class ReleasedUpdates final : public UnitHooks {
     PARKA_REQUIRE(exchange != nullptr || !are_several);
   }
 
-  // Arguments of Optimizer::step_unit().
   struct Arguments {
     Optimizer::Update update;
-    Optimizer::SumOverRanks sums;
-    std::function<void(size_t parameter)> before_update;
+    std::function<void(size_t parameter)> before_update;  // called before the update of each parameter is queued
   };
   // The next micro-batch makes this update. One without leaves all weights as they are.
   void set_update(Arguments arguments) { arguments_ = std::move(arguments); }
@@ -87,7 +85,8 @@ class BoundRun {
   // See ParameterExchange::on_gradient(); for where takes_gradients() says so.
   void on_gradient(const std::function<void(int parameter)>& called);
 
-  // `update` counts from 1. For before_update and limits see Optimizer::step().
+  // `update` counts from 1. `before_update` is called before the update of each parameter that this rank has a part
+  // of is queued. For limits see Optimizer.
   PendingStep update(int64_t update, double lr, const std::function<void(size_t parameter)>& before_update = {},
                      const StepLimits& limits = {});
   // With optimizer.release_gradients, in place of update(): the next micro-batch makes the update, which without
@@ -109,7 +108,6 @@ class BoundRun {
 
  private:
   void share_weights(ModelWeights::Changed changed);
-  Optimizer::SumOverRanks sums();
   uint64_t rounding_seed() const;
 
   const Config& config_;

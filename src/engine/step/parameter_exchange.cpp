@@ -164,6 +164,7 @@ void ParameterExchange::wait_for_gradients(Device& device, int unit) {
 }
 
 void ParameterExchange::sum_of_pieces(Device& device, const TensorView& x) {
+  if (x.empty()) return;
   sum(device, x, Peers::kShard);
   if (communicator_.size_of(Peers::kReplicate) == 1) return;
   // NCCL may add in another order in each group.

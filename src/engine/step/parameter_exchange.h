@@ -57,7 +57,7 @@ class ParameterExchange final : public UnitHooks {
   void wait_for_gradients(Device& device, int unit);
 
   // Replaces x, of what ranks have in pieces, by its sum over a group: the same bits in all groups, which have
-  // copies of one another.
+  // copies of one another. Nothing is done for an empty view.
   void sum_of_pieces(Device& device, const TensorView& x);
   // Replaces x by its sum over peers.
   void sum(Device& device, const TensorView& x, Peers peers);
