@@ -84,7 +84,7 @@ TEST_CASE("RANK, WORLD_SIZE and MASTER_ADDR start ranks without MPI", "[launch]"
   CHECK(launched_with(with("MASTER_ADDR", "fe80::1")).address == "fe80::1");
   CHECK(launched_with({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).over == LaunchedAs::Over::kNone);
   CHECK(launched_with({{"WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}}).over == LaunchedAs::Over::kNone);
-  CHECK(launched_with({{"MASTER_ADDR", "node1"}, {"MASTER_PORT", "29500"}}).over == LaunchedAs::Over::kNone);
+  CHECK(launched_with({{"MASTER_PORT", "29500"}}).over == LaunchedAs::Over::kNone);
 
   using Change = std::pair<const char*, const char*>;
   for (const auto& [name, value] : {Change{"RANK", "8"},
@@ -121,6 +121,9 @@ TEST_CASE("A process among several of which only a part is known does not train 
                                   {{"RANK", "1"}, {"MASTER_ADDR", "node1"}},
                                   {{"LOCAL_RANK", "1"}},
                                   {{"LOCAL_WORLD_SIZE", "2"}, {"LOCAL_RANK", "0"}},
+                                  {{"MASTER_ADDR", "node1"}},
+                                  {{"MASTER_ADDR", "127.0.0.1"}, {"MASTER_PORT", "29500"}},
+                                  {{"MASTER_ADDR", ""}},
                                   {{"MASTER_ADDR", "node1"}, {"NNODES", "2"}},
                                   {{"MASTER_ADDR", "node1"}, {"NODE_RANK", "1"}},
                                   {{"OMPI_COMM_WORLD_RANK", "1"}},
@@ -134,6 +137,56 @@ TEST_CASE("A process among several of which only a part is known does not train 
     INFO(part.begin()->first << " = " << part.begin()->second);
     CHECK_FALSE(error_of([&] { launched_with(part); }).empty());
   }
+}
+
+TEST_CASE("Launchers that only their own MPI joins are told by their variables", "[launch]") {
+  using Environment = std::map<std::string, std::string>;
+  for (const auto& [rank, size] : {std::pair{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
+                                   {"PMI_RANK", "PMI_SIZE"},
+                                   {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"},
+                                   {"MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE"},
+                                   {"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"},
+                                   {"FLUX_TASK_RANK", "FLUX_JOB_SIZE"}}) {
+    for (const bool has_mpi : {true, false}) {
+      INFO(rank << ", with MPI: " << has_mpi);
+      for (const char* number : {"0", "1"}) {
+        const LaunchedAs launched = launched_with({{rank, number}, {size, "2"}, {"PMIX_RANK", number}}, has_mpi);
+        CHECK(launched.over == LaunchedAs::Over::kMpi);
+        CHECK(launched.size == 2);
+        CHECK(launched.rank == *number - '0');
+        CHECK(launched.variable == size);
+      }
+      CHECK(launched_with({{rank, "0"}, {size, "1"}}, has_mpi).over == LaunchedAs::Over::kNone);
+      for (const Environment& odd :
+           {Environment{{rank, "1"}}, {{size, "2"}}, {{rank, "2"}, {size, "2"}}, {{rank, ""}, {size, "2"}}}) {
+        CHECK(error_of([&] { launched_with(odd, has_mpi); }).find(rank) != std::string::npos);
+      }
+      // Who sets all of these starts ranks in any launcher.
+      CHECK(launched_with({{"MV2_COMM_WORLD_RANK", "0"},
+                           {"MV2_COMM_WORLD_SIZE", "2"},
+                           {"RANK", "3"},
+                           {"WORLD_SIZE", "4"},
+                           {"MASTER_ADDR", "a"}},
+                          has_mpi)
+                .over == LaunchedAs::Over::kTcp);
+    }
+  }
+  for (const auto& [rank, size] : {std::pair{"PALS_RANKID", "PALS_LOCAL_SIZE"},
+                                   {"MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+                                   {"ALPS_APP_PE", "ALPS_APP_PE"},
+                                   {"SLURM_PROCID", "SLURM_PROCID"},
+                                   {"LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+                                   {"NODE_RANK", "NNODES"}}) {
+    INFO(rank);
+    CHECK(error_of([&, name = rank] { launched_with({{name, "1"}}); }).find(rank) != std::string::npos);
+    CHECK(error_of([&, name = size] { launched_with({{name, "2"}}); }).find(size) != std::string::npos);
+    CHECK(launched_with({{rank, "0"}}).over == LaunchedAs::Over::kNone);
+    if (rank != size) CHECK(launched_with({{rank, "0"}, {size, "1"}}).over == LaunchedAs::Over::kNone);
+  }
+  // PMIx tells no number of processes.
+  CHECK(launched_with({{"PMIX_RANK", "0"}}).size == 0);
+  CHECK(launched_with({{"PMIX_RANK", "0"}}, /*has_mpi=*/false).over == LaunchedAs::Over::kNone);
+  CHECK(launched_with({{"PMIX_RANK", "1"}}, /*has_mpi=*/false).over == LaunchedAs::Over::kMpi);
 }
 
 TEST_CASE("Slurm's variables start ranks, over MPI only where Slurm has prepared it", "[launch]") {

@@ -15,6 +15,7 @@ from threading import Thread
 from ranks import PROGRAM, RanksTest, Run, starters
 
 starters.skip_without_starter()
+SPEAKERS = 3 if starters.STARTER == "variables" else 1  # of three ranks that fail alike
 
 
 def alone(**variables):
@@ -101,20 +102,34 @@ class StartTest(RanksTest):
         run = Run(3, "alone", "version2=1.1")
         self.finish(run, 2)
         self.assert_lines(run, r"^error: the version of parka of rank 2 \(.*\) differs from that of rank 0 \(.*\): "
-                               r"1\.1, not 1\.0; install the same on all hosts$", 1)
-        self.assert_lines(run, "error: ", 1)
+                               r"1\.1, not 1\.0; install the same on all hosts$", SPEAKERS)
+        self.assert_lines(run, "error: ", SPEAKERS)
 
     def test_configs_differ(self):
         run = Run(3, "drill", 'config1={\n  "lr": 0.002\n}')
         self.finish(run, 2)
-        self.assert_lines(run, r'^error: the config of rank 1 .*: "lr": 0\.002, not "lr": 0\.001; give all', 1)
-        self.assert_lines(run, "error: ", 1)
+        self.assert_lines(run, r'^error: the config of rank 1 .*: "lr": 0\.002, not "lr": 0\.001; give all', SPEAKERS)
+        self.assert_lines(run, "error: ", SPEAKERS)
 
     def test_an_error_of_all_ranks_is_printed_once(self):
+        """By each process where nobody may read the words of another one."""
         run = Run(3, "drill", "all_throw")
         self.finish(run, 2)
-        self.assert_lines(run, "^error: nobody can read this$", 1)
-        self.assert_lines(run, "nobody can read this", 1)
+        self.assert_lines(run, "^error: nobody can read this$", SPEAKERS)
+        self.assert_lines(run, "nobody can read this", SPEAKERS)
+
+    def test_each_process_that_was_started_by_itself_says_why_it_ends(self):
+        """Whether all ranks fail, or all but rank 0, or rank 0 is that of another run."""
+        for case, wrong in (("all_throw", ()), ("throw=1", ()), ("config1=other", ()), ("", ("version1=2.0",))):
+            with self.subTest(case or wrong):
+                rendezvous = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(free_port())}
+                ranks = [subprocess.Popen([PROGRAM, "drill", "steps=9", *filter(None, (case,)), *wrong], stderr=subprocess.PIPE, text=True,
+                                          env=alone(RANK=str(rank), **rendezvous)) for rank in range(2)]
+                for rank in ranks:
+                    self.addCleanup(rank.kill)
+                for rank in ranks:
+                    errors = rank.communicate(timeout=60)[1]
+                    self.assertEqual((rank.returncode, errors.count("error: ")), (2, 1), errors)
 
     @unittest.skipIf(starters.STARTER == "mpirun", "mpirun hands on what has come, be it half a line")
     def test_lines_of_all_ranks_stay_whole(self):
@@ -379,9 +394,10 @@ class StartTest(RanksTest):
     def test_another_mpi_than_the_launcher(self):
         """As if another MPI's mpirun had started processes, each of which is alone for ours, or as if its variables were left over."""
         runs = {}
-        for name, size, rank in (("PMI_SIZE", "4", "0"), ("PMI_SIZE", "2", "1"), ("OMPI_COMM_WORLD_SIZE", "2", "1"), ("PMIX_RANK", "1", "1")):
+        for name, size, rank in (("PMI_SIZE", "4", "0"), ("PMI_SIZE", "2", "1"), ("OMPI_COMM_WORLD_SIZE", "2", "1"), ("PMIX_RANK", "1", "1"),
+                                 ("MV2_COMM_WORLD_SIZE", "2", "0"), ("JSM_NAMESPACE_SIZE", "2", "1"), ("FLUX_JOB_SIZE", "2", "0")):
             # isolated: where there is no ssh, Open MPI refuses to start a process of its own otherwise
-            launcher = {name: size, name.replace("SIZE", "RANK"): rank, "OMPI_MCA_plm": "isolated"}
+            launcher = {name: size, name.replace("SIZE", "RANK").replace("JOB", "TASK"): rank, "OMPI_MCA_plm": "isolated"}
             runs[f"{name}={size} of rank {rank}"] = name, subprocess.Popen([PROGRAM, "alone"], stderr=subprocess.PIPE, text=True, env=alone(**launcher))
         for case, (name, run) in runs.items():
             with self.subTest(case):

@@ -35,9 +35,10 @@ WaitTimes wait_times(int rank, double limit, double notice) { return {limit, ran
 std::unique_ptr<Transport> join_mpi(const LaunchedAs& launched, const StartTimes& times) {
   if (!built_with_mpi()) {
     throw_bad_input(
-        "mpirun has started several processes ({} is {}), but this parka was built without MPI: start it with --ranks "
-        "or --gpus, or with RANK, WORLD_SIZE and MASTER_ADDR (docs/cluster.md), or run scripts/setup.sh and build again",
-        launched.variable, launched.size);
+        "{} is {}, as if a launcher had started several processes, but this parka was built without MPI: start it with "
+        "--ranks or --gpus, or with RANK, WORLD_SIZE and MASTER_ADDR (docs/cluster.md), or run scripts/setup.sh and build "
+        "again",
+        launched.variable, launched.size > 0 ? launched.size : launched.rank);
   }
   std::unique_ptr<Transport> transport =
       join_over_mpi(launched.rank, wait_times(launched.rank, times.rendezvous, times.notice));
@@ -45,8 +46,8 @@ std::unique_ptr<Transport> join_mpi(const LaunchedAs& launched, const StartTimes
     return transport;
   // Every process says so: nobody else may be there.
   throw_bad_input(
-      "{} is {}, as if mpirun had started several processes, but MPI finds {}: unset it if it is left over, or start "
-      "parka with the mpirun of {}, which it was built with, or with srun --mpi=pmix",
+      "{} is {}, as if a launcher had started several processes, but MPI finds {}: unset it if it is left over, or start "
+      "parka with --ranks, with srun --mpi=pmix, or with the mpirun of {}, which it was built with",
       launched.variable, launched.size > 0 ? launched.size : launched.rank, transport->size(), mpi_library());
 }
 
@@ -79,6 +80,7 @@ bool kills_all_at_once(const LaunchedAs& launched) {
 
 Launch::Launch(const LaunchOptions& options, const LaunchedAs& launched, LocalRank local) : hosts_{host_name()} {
   one_code_for_all_ = kills_all_at_once(launched);
+  has_own_log_ = launched.over == LaunchedAs::Over::kTcp && local.rank == 0;
   if (launched.over == LaunchedAs::Over::kMpi) {
     transport_ = join_mpi(launched, options.start);
   } else if (launched.size * local.size > 1) {
@@ -152,7 +154,8 @@ int Launch::finish(int exit_code) {
 int Launch::fail(ExitCode code, const std::string& message) {
   const Verdict verdict = watchdog_.fail(code, message);
   // Before there is a watchdog, each rank speaks for itself about those that it has lost.
-  if (verdict.rank == rank_ || (verdict.common && code == ExitCode::kRankLost)) {
+  const bool speaks = code == ExitCode::kRankLost ? verdict.common : has_own_log_ && verdict.message == message;
+  if (verdict.rank == rank_ || speaks) {
     throw Error(verdict.code, verdict.common ? message : fmt::format("rank {} ({}): {}", rank_, host(), message));
   }
   if (verdict.message != message && code != ExitCode::kRankLost) {

@@ -57,6 +57,7 @@ class Launch {
 
   int rank_ = 0, size_ = 1, local_rank_ = 0, host_leader_ = 0;
   bool one_code_for_all_ = false;       // the launcher kills the other ranks when one ends with another code than 0
+  bool has_own_log_ = false;            // who reads its words may not see those of other ranks
   Reach reach_ = Reach::kNetwork;       // of the ports of ranks
   std::vector<std::string> hosts_;      // their names, by rank
   std::vector<std::string> host_keys_;  // equal on one host, and there alone: hosts may have one name
@@ -68,7 +69,8 @@ class Launch {
 // Starts options.local_ranks, joins the other ranks of the run, if there are any, calls `body` on each and leaves
 // them again. Returns the exit code of the process, the one that `body` returned; under mpirun and srun only rank 0
 // ends with kStopped, the others with 0. When a rank throws, all exit with the code of its Error. On the rank to
-// blame the Error is rethrown, with the rank's name in front unless all ranks failed alike. On the others this
+// blame the Error is rethrown, with the rank's name in front unless all ranks failed alike; so it is on ranks that
+// failed alike and were not started by one command. On the others this
 // returns the code, or the watchdog has ended them already. `body` must have released all that it allocated when it
 // returns or throws.
 int run_launched(const LaunchOptions& options, const std::function<int(Launch&)>& body);

@@ -1,6 +1,7 @@
 #include "comm/launch/launch_checks.h"
 
 #include <algorithm>
+#include <array>
 #include <charconv>
 #include <cstring>
 #include <map>
@@ -62,9 +63,29 @@ std::string one_word(std::string text) {
   return text;
 }
 
-// For rank `rank_name` of `size_name` processes, which find each other `over` something.
-LaunchedAs counted_by(const Environment& variable, LaunchedAs::Over over, const char* size_name,
-                      const char* rank_name) {
+// The variables by which a launcher numbers its processes.
+struct Numbering {
+  const char *rank, *size;
+};
+constexpr Numbering kOpenMpi = {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, kTorch = {"RANK", "WORLD_SIZE"},
+                    kSlurm = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"};
+// MPI finds the processes of these if it was built for them: Hydra, MVAPICH, jsrun, Flux.
+constexpr std::array<Numbering, 5> kOverMpi = {{{"PMI_RANK", "PMI_SIZE"},
+                                                {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"},
+                                                {"MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE"},
+                                                {"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"},
+                                                {"FLUX_TASK_RANK", "FLUX_JOB_SIZE"}}};
+// These number only hosts or the processes of a host, or tell no number of processes: PALS, ALPS.
+constexpr std::array<Numbering, 6> kPartly = {{{"LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+                                               {"NODE_RANK", "NNODES"},
+                                               {"PALS_RANKID", "PALS_LOCAL_SIZE"},
+                                               {"MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+                                               {"ALPS_APP_PE", nullptr},
+                                               {"SLURM_PROCID", nullptr}}};
+
+// For one of several processes, which find each other `over` something.
+LaunchedAs counted_by(const Environment& variable, LaunchedAs::Over over, const Numbering& names) {
+  const auto& [rank_name, size_name] = names;
   const LaunchedAs launched{.over = over,
                             .size = number_in(variable, size_name, -1),
                             .rank = number_in(variable, rank_name, -1),
@@ -99,7 +120,7 @@ int port_in(const Environment& variable, int otherwise) {
 // By torchrun's variables, which many other launchers set too.
 LaunchedAs named_by_variables(const Environment& variable) {
   constexpr int kPort = 29500;  // PyTorch's
-  LaunchedAs launched = counted_by(variable, LaunchedAs::Over::kTcp, "WORLD_SIZE", "RANK");
+  LaunchedAs launched = counted_by(variable, LaunchedAs::Over::kTcp, kTorch);
   if (launched.size == 1) return launched;
   if (variable("MASTER_ADDR") == nullptr) {
     throw_bad_input(
@@ -121,7 +142,7 @@ LaunchedAs named_by_variables(const Environment& variable) {
 // outgoing connections.
 LaunchedAs named_by_slurm(const Environment& variable) {
   constexpr int kFirstPort = 20000, kPorts = 10000;
-  LaunchedAs launched = counted_by(variable, LaunchedAs::Over::kTcp, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID");
+  LaunchedAs launched = counted_by(variable, LaunchedAs::Over::kTcp, kSlurm);
   if (launched.size == 1) return launched;
   const unsigned job = static_cast<unsigned>(number_in(variable, "SLURM_JOB_ID", 0)),
                  step = static_cast<unsigned>(number_in(variable, "SLURM_STEP_ID", 0));
@@ -133,16 +154,20 @@ LaunchedAs named_by_slurm(const Environment& variable) {
   return launched;
 }
 
-// Refuses one process among several of which only hosts, or those of a host, are numbered.
-void refuse_numbered_alone(const Environment& variable) {
-  for (const auto& [name, alone] :
-       {std::pair{"LOCAL_RANK", 0}, {"LOCAL_WORLD_SIZE", 1}, {"NODE_RANK", 0}, {"NNODES", 1}}) {
-    if (number_in(variable, name, alone) == alone) continue;
+// Refuses one process among several that only in part know of each other.
+void refuse_partly_numbered(const Environment& variable) {
+  const auto require = [&](const char* name, bool is_alone) {
+    if (is_alone) return;
     throw_bad_input(
-        "{} is {}, but RANK and WORLD_SIZE are not set: give each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT "
-        "(docs/cluster.md), or unset it to start one rank",
+        "{} is {}, but RANK and WORLD_SIZE are not set: start parka with mpirun, once on a host with --ranks, or give each "
+        "process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (docs/cluster.md); unset it to start one rank",
         name, shown(variable, name));
+  };
+  for (const auto& [rank, size] : kPartly) {
+    require(rank, number_in(variable, rank, 0) == 0);
+    if (size != nullptr) require(size, number_in(variable, size, 1) == 1);
   }
+  require("MASTER_ADDR", variable("MASTER_ADDR") == nullptr);
 }
 
 }  // namespace
@@ -159,28 +184,29 @@ std::string first_host(const std::string& list) {
 LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, bool has_mpi) {
   using Over = LaunchedAs::Over;
   const auto has = [&](const char* name) { return variable(name) != nullptr; };
-  const auto has_one = [&](const char* a, const char* b) { return has(a) || has(b); };
-  const bool in_step = has("SLURM_STEP_NUM_TASKS"),
-             all_set = has("RANK") && has("WORLD_SIZE") && has("MASTER_ADDR");
+  const auto numbers = [&](const Numbering& names) { return has(names.rank) || has(names.size); };
+  const bool in_step = has(kSlurm.size), all_set = has("RANK") && has("WORLD_SIZE") && has("MASTER_ADDR");
+  const auto* const by_mpi = std::ranges::find_if(kOverMpi, numbers);
+  const bool is_by_mpi = by_mpi != kOverMpi.end();
   // A part of them counts where nobody else has numbered the processes; named_by_variables() refuses it.
-  const bool has_others = has_one("PMI_SIZE", "PMI_RANK") || in_step || has("PMIX_RANK");
   const bool part_set = has("RANK") || (has("WORLD_SIZE") && text_in(variable, "WORLD_SIZE") != "1");
   LaunchedAs launched;
   // The order matters: mpirun under Slurm starts its helpers with srun, whose variables then describe the helpers.
-  if (has_one("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK")) {
-    launched = counted_by(variable, Over::kMpi, "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK");
-  } else if (all_set || (part_set && !has_others)) {
+  if (numbers(kOpenMpi)) {
+    launched = counted_by(variable, Over::kMpi, kOpenMpi);
+  } else if (all_set || (part_set && !is_by_mpi && !in_step && !has("PMIX_RANK"))) {
     launched = named_by_variables(variable);
-  } else if (has_one("PMI_SIZE", "PMI_RANK") && (has_mpi || !in_step)) {
-    launched = counted_by(variable, Over::kMpi, "PMI_SIZE", "PMI_RANK");
+  } else if (is_by_mpi && (has_mpi || !in_step)) {
+    launched = counted_by(variable, Over::kMpi, *by_mpi);
   } else if (in_step) {
     const bool over_mpi = has_mpi && has("PMIX_RANK");
-    launched = over_mpi ? counted_by(variable, Over::kMpi, "SLURM_STEP_NUM_TASKS", "SLURM_PROCID")
-                        : named_by_slurm(variable);
+    launched = over_mpi ? counted_by(variable, Over::kMpi, kSlurm) : named_by_slurm(variable);
   } else if (has("PMIX_RANK")) {
-    return {.over = Over::kMpi, .size = 0, .rank = number_in(variable, "PMIX_RANK", 0), .variable = "PMIX_RANK"};
+    const int rank = number_in(variable, "PMIX_RANK", 0);
+    // Without MPI the first process may be the only one, and others refuse to start.
+    if (has_mpi || rank != 0) return {.over = Over::kMpi, .size = 0, .rank = rank, .variable = "PMIX_RANK"};
   } else if (!has("WORLD_SIZE")) {
-    refuse_numbered_alone(variable);
+    refuse_partly_numbered(variable);
   }
   return launched.size == 1 ? LaunchedAs{} : launched;
 }
