@@ -133,7 +133,7 @@ def check_splits(output: Output, options: argparse.Namespace) -> None:
             f"no text in {', '.join(map(str, options.input))}: {output.counts['files']} files matched, "
             f"{output.counts['binary_files']} of them binary; check the paths and --include"
         )
-    if train.tokens == 0:
+    if train.tokens == 0 and not output.counts["of_other_splits"]:
         raise InputError("every document is held out; lower --eval-fraction or give more documents")
     if options.eval_fraction > 0 and held_out.tokens == 0:
         raise InputError(
@@ -144,7 +144,7 @@ def check_splits(output: Output, options: argparse.Namespace) -> None:
 
 def prepare(options: argparse.Namespace, partial: Partial) -> dict:
     """Writes everything into the folder `partial.staging` and returns what data.json holds."""
-    reading = Reading(options.jsonl_field, options.chat is not None, options.split_bytes)
+    reading = Reading(options.jsonl_field, options.chat is not None, options.split_bytes, options.eval_fraction > 0)
     settings = parts.Settings(
         reading, options.tokenizer, options.bos, options.eos, options.chat, options.max_tokens, options.keep_duplicates,
         options.utf8_only
@@ -204,6 +204,8 @@ def tell_unread(counts: collections.Counter, options: argparse.Namespace, templa
             f'warning: {counted(counts["lacking"], "records")} without "{options.jsonl_field}" counted as empty documents; such records have '
             f'{", ".join(keys("lacking ")) or "nothing"}'
         )
+    if counts["stripped"]:
+        print_line(f'warning: the chat template strips white space from the ends of messages in {counted(counts["stripped"], "conversations")}')
     others = [key for key in keys("unread ") if not key.endswith(" of messages") or template.unread(key.removesuffix(" of messages"))]
     if others:
         print_line(f"not read: {', '.join(others)}")
@@ -276,7 +278,8 @@ def print_summary(info: dict, out: Path, for_imported_model: bool) -> None:
     print(f"vocabulary: {info['vocab_size']} ids, in {config_of} {info['padded_vocab_size']}")
     print("config:")
     config = {} if for_imported_model else {"model": {"vocab_size": info["padded_vocab_size"]}}
-    config["data"] = {"train": paths["train"], "eval": paths["eval"], "token_dtype": info["dtype"]}
+    given = {split: files for split, files in paths.items() if files or split == "eval"}
+    config["data"] = {**given, "token_dtype": info["dtype"]}
     if "chat" in info:
         config["data"] |= {
             "sequence_length": info["sequence_length"],

@@ -20,7 +20,7 @@ import numpy as np
 from python_packages import advice
 
 from .common import InputError, hub_advice, one_line
-from .conversations import BESIDE_CONTENT, BESIDE_ROLE, TRAIN, in_one_form, says_something
+from .conversations import BESIDE_CONTENT, BESIDE_ROLE, HELD_OUT, KWARGS, TRAIN, in_one_form, says_something
 from .formats import refuse_no_content
 from .helper_process import limited, reason_of
 from .readers import MAX_DOCUMENT_BYTES
@@ -40,6 +40,11 @@ MARKERS = {
 # Tags of what is a target, and what may hold the text of one without being one.
 COMMENTS = r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"
 TARGET_TAGS = re.compile(COMMENTS + r"|\{%([-+]?)\s*(?P<tag>(?:end)?generation)\s*([-+]?)%\}", re.DOTALL)
+# What ends reasoning within content, which templates cut from earlier turns, and tags, which they may write otherwise.
+END_OF_REASONING = re.compile(
+    r"[<\[\u25c1][/|]?[^<>\[\]\n]{0,30}(?:think|thought|reason|channel|message|response|final|answer)[^<>\[\]\n]{0,30}[>\]\u25b7]", re.IGNORECASE
+)
+TAGS = re.compile(r"<[^<>\n]{1,40}>")
 # Characters of a conversation, of which a template may write what it is given more than once.
 MOST_TEXT = 4 * MAX_DOCUMENT_BYTES
 # A conversation by which a template shows how turns end.
@@ -129,6 +134,7 @@ class ChatTemplate:
         ends = set(tokenizer.added_tokens) | {self._special_tokens.get("eos_token", "")}
         ends = sorted(ends - {""}, key=len, reverse=True)  # the longest of those that begin alike
         self._own_token = re.compile("|".join(map(re.escape, ends)) or "(?!)")
+        self.stripped = 0  # conversations of which the template strips white space at the ends of content
         self._render_template, self._syntax_error = import_renderer()
         if lacking := [token for token in sorted(tokenizer.lacking) if self._has(token)]:
             raise InputError(
@@ -152,10 +158,10 @@ class ChatTemplate:
         with contextlib.suppress(ChatError, InputError):
             if self._end_of_turn_in(EXCHANGE) is None:
                 told.append("the assistant's turns end with no special token of the tokenizer, so that nothing tells a model to stop")
-            template = self._template_for(None)
-            text, prompt = self._render(template, EXCHANGE, None)[0], self._render(template, EXCHANGE[:1], None, add_generation_prompt=True)[0]
+            template = self._template_for({})
+            text, prompt = self._render(template, EXCHANGE, {})[0], self._render(template, EXCHANGE[:1], {}, add_generation_prompt=True)[0]
             told += self._doubts_of_targets(text, prompt)
-            if self._render("{% macro strftime_now(form) %}zqtimeqz{% endmacro %}" + template, EXCHANGE, None)[0].count("zqtimeqz"):
+            if self._render("{% macro strftime_now(form) %}zqtimeqz{% endmacro %}" + template, EXCHANGE, {})[0].count("zqtimeqz"):
                 told.append("the chat template writes the time of now into every conversation; write a fixed one in its place")
             if not text.startswith(prompt):
                 same = len(os.path.commonprefix((text, prompt)))
@@ -171,7 +177,7 @@ class ChatTemplate:
         if not any(first <= reply < last for first, last in spans):
             return ["the targets that the chat template marks with {% generation %} leave out what the assistant says; move the marks there"]
         header = text[spans[-1][0] : reply]
-        if header.strip() and self._render(self._template_for(None), EXCHANGE[:1], None)[0] == prompt:
+        if header.strip() and self._render(self._template_for({}), EXCHANGE[:1], {})[0] == prompt:
             return [
                 f"the chat template has no prompt for a reply (add_generation_prompt), so that {header!r} before it is learnt, too; give one that "
                 "has, or mark the targets with {% generation %}"
@@ -226,34 +232,44 @@ class ChatTemplate:
 
     def digest(self, document: bytes, place: str) -> bytes:
         """Of a conversation, in two halves. The first, for parts.is_held_out, is of roles and words alone: whatever else
-        messages have, as times or the ids of calls, those with the same words are in the same split with every template. The
+        messages have, as times or the ids of calls, those with the same words are in the same split with every template, unless a
+        record says that it is held out. The
         second, for parts.is_new, is of what is trained on: only what gives the same text is a duplicate."""
         conversation = json.loads(document)
+        is_held_out = conversation.pop(HELD_OUT, False)
+        digest = self._digest_of(conversation, place)
+        return bytes(8) + digest[8:] if is_held_out else digest
+
+    def _digest_of(self, conversation: dict, place: str) -> bytes:
         words = {"messages": [{"role": m["role"], "content": m.get("content", "")} for m in conversation["messages"]]}
         of_words = hashlib.blake2b(in_one_form(words), digest_size=16).digest()
         if conversation == words:
             return of_words
         excluded = [number for number, message in enumerate(conversation["messages"]) if not counts(message)]
         try:
-            shown = self._shown(self._as_shown(**conversation), conversation.get("tools"))
+            given = given_beside(**conversation)
+            shown = self._shown(self._as_shown(conversation["messages"], given), given)
         except ChatError as error:
             raise InputError(f"{place}: {error}")
         with contextlib.suppress(ChatError, InputError):  # a template may need what the words alone do not have
-            if not excluded and self._shown(**words) == shown:
+            if not excluded and self._shown(words["messages"], {}) == shown:
                 return of_words
         known = [*shown, excluded] if excluded else shown
         return of_words[:8] + hashlib.blake2b(json.dumps(known).encode(), digest_size=8).digest()
 
-    def text_and_spans(self, messages: list[dict], tools: list | None = None) -> tuple[str, list[Span]]:
+    def text_and_spans(self, messages: list[dict], **beside: object) -> tuple[str, list[Span]]:
         """The text of a conversation, and where in it the targets are."""
         self._refuse_ends_in(messages)
-        given, messages = messages, self._as_shown(messages, tools)
-        text, marked = self._shown(messages, tools)
-        spans = list(self._assistant_spans(text, messages, tools)) if marked is None else marked
-        if all(counts(message) for message in given):
+        given, written = given_beside(**beside), messages
+        messages = self._as_shown(messages, given)
+        text, marked = self._shown(messages, given)
+        contents = [message.get("content", "") for message in messages]
+        self.stripped += any(content not in text and content.strip() in text for content in contents)
+        spans = list(self._assistant_spans(text, messages, given)) if marked is None else marked
+        if all(counts(message) for message in written):
             return text, spans
-        turn_of = self._turns_of(spans, messages, tools)
-        return text, [span for span, number in zip(spans, turn_of) if counts(given[number])]
+        turn_of = self._turns_of(spans, messages, given)
+        return text, [span for span, number in zip(spans, turn_of) if counts(written[number])]
 
     def _refuse_ends_in(self, messages: list[dict]) -> None:
         """Raises a ChatError if content has the token that ends turns, as text that a template made before: it would end a turn."""
@@ -262,15 +278,15 @@ class ChatTemplate:
             if written and (end := self.end_of_turn()) is not None and end in map(self._tokenizer.id_of, written):
                 raise ChatError(f"the content of message {number} has a token that ends turns ({' '.join(sorted(written))}); take it out, or leave the message out")
 
-    def _turns_of(self, spans: list[Span], messages: list[dict], tools: list | None) -> list[int]:
+    def _turns_of(self, spans: list[Span], messages: list[dict], given: dict) -> list[int]:
         """For each of all targets, the message that it is of. A template may mark several parts of a message."""
         turns = [number for number, message in enumerate(messages) if message["role"] == "assistant"]
         if len(spans) == len(turns):
             return turns
-        template = self._template_for(tools)
+        template = self._template_for(given)
 
         def marked(last: int) -> int:
-            return len(self._render(template, messages[:last], tools, return_assistant_tokens_mask=True)[1]) if last else 0
+            return len(self._render(template, messages[:last], given, return_assistant_tokens_mask=True)[1]) if last else 0
 
         found = [number for number in turns for _ in range(marked(number + 1) - marked(number))]
         if len(found) == len(spans):
@@ -280,7 +296,7 @@ class ChatTemplate:
             "the data exclude from the loss cannot be told apart; mark each message once"
         )
 
-    def _as_shown(self, messages: list[dict], tools: list | None = None) -> list[dict]:
+    def _as_shown(self, messages: list[dict], given: dict) -> list[dict]:
         """As the template takes them: the arguments of calls are objects, of which each template writes JSON in its own way, unless it
         is for a text of JSON, since it refuses objects or writes them as Python does."""
         messages = [{key: value for key, value in message.items() if key != TRAIN} for message in messages]
@@ -289,31 +305,34 @@ class ChatTemplate:
         as_objects, probing, as_texts = (
             [with_arguments(message, change) for message in messages] for change in (arguments_of, lambda call: PROBE, text_of_arguments)
         )
-        template = self._template_for(tools)
-        probed = self._text_or_none(template, probing, tools)
+        template = self._template_for(given)
+        probed = self._text_or_none(template, probing, given)
         if probed is None:  # it may need those that are there
-            probed = self._text_or_none(template, as_objects, tools)
+            probed = self._text_or_none(template, as_objects, given)
         takes_objects = probed is not None and str(PROBE) not in probed
-        return as_objects if takes_objects or self._text_or_none(template, as_texts, tools) is None else as_texts
+        return as_objects if takes_objects or self._text_or_none(template, as_texts, given) is None else as_texts
 
-    def _shown(self, messages: list[dict], tools: list | None = None) -> tuple[str, list[Span] | None]:
+    def _shown(self, messages: list[dict], given: dict) -> tuple[str, list[Span] | None]:
         """The text, and the targets if the template marks them."""
-        template = self._template_for(tools)
+        template = self._template_for(given)
         marks = has_marks(template)
-        text, marked = self._render(template, messages, tools, return_assistant_tokens_mask=marks)
-        hidden = ["tools"] if tools and self._text_or_none(template, messages, None) == text else []
+        text, marked = self._render(template, messages, given, return_assistant_tokens_mask=marks)
+        hidden = [f"{key} of {KWARGS}" for key in given if key != "tools" and not re.search(rf"\b{re.escape(key)}\b", template)]
+        hidden += ["tools"] if given.get("tools") and self._text_or_none(template, messages, {**given, "tools": None}) == text else []
         for keys in (*BESIDE_CONTENT, *BESIDE_ROLE):
-            hidden += self._hidden_of(template, keys, text, messages, tools)
-        if unseen := self._unseen(template, text, messages, tools):
+            hidden += self._hidden_of(template, keys, text, messages, given)
+        if unseen := self._unseen(template, text, messages, given):
             hidden.append(f"content of message {unseen[0]} ({messages[unseen[0] - 1]['role']})")
         if hidden:
             raise ChatError(
                 f"the chat template shows no {' or '.join(hidden)}; give --chat a template that does, as the model's own, "
                 "or leave that out of the data"
             )
+        if self._name != "plain":  # it leaves out questions about pictures
+            self._refuse_cut(text, messages)
         return text, marked if marks else None
 
-    def _unseen(self, template: str, text: str, messages: list[dict], tools: list | None) -> list[int]:
+    def _unseen(self, template: str, text: str, messages: list[dict], given: dict) -> list[int]:
         """The numbers of messages with content that leaves no trace in the text. What a template cuts from the front of content, as
         earlier reasoning, is no case of that, nor is what the assistant says to a call of tools if only the last turn shows it."""
         saying = [number for number, message in enumerate(messages, 1) if says_something(message.get("content"))]
@@ -323,7 +342,7 @@ class ChatTemplate:
                 {**message, "content": kept.format(message["content"], f"zq{number}qz")} if number in some else message
                 for number, message in enumerate(messages[:last], 1)
             ]
-            return self._text_or_none(template, changed, tools)
+            return self._text_or_none(template, changed, given)
 
         def is_unseen(number: int) -> bool:
             if marked([number], "{1}") != text:
@@ -334,30 +353,53 @@ class ChatTemplate:
         # A template may ask what the content is, or show another part of it.
         return [number for number in saying if f"zq{number}qz" not in together and is_unseen(number)]
 
-    def _hidden_of(self, template: str, keys: tuple[str, ...], text: str, messages: list[dict], tools: list | None) -> list[str]:
+    def _refuse_cut(self, text: str, messages: list[dict]) -> None:
+        """Raises a ChatError if words of content are lost. What comes before the end of earlier reasoning may be, and so may what the
+        assistant says to a call of tools. A template may write the words in its own way, as in JSON."""
+        contents = ["" if message.get("tool_calls") else message.get("content", "").strip() for message in messages]
+        last = 0
+        for content in contents:
+            if (found := text.find(content, last)) < 0:
+                break
+            last = found + len(content)
+        else:
+            return
+        kept = [END_OF_REASONING.split(content)[-1].strip() for content in contents if content]
+        for number, (message, content) in enumerate(zip(messages, contents), 1):
+            if not content:
+                continue
+            # What another message repeats must be there twice.
+            is_whole = text.count(content) >= sum(other.count(content) for other in kept) if content in text else has_words(text, content)
+            if not (is_whole or END_OF_REASONING.search(content) and has_words(text, END_OF_REASONING.split(content)[-1])):
+                raise ChatError(
+                    f"the chat template shows only a part of the content of message {number} ({message['role']}); give --chat a template that "
+                    "shows all of it, or leave the record out"
+                )
+
+    def _hidden_of(self, template: str, keys: tuple[str, ...], text: str, messages: list[dict], given: dict) -> list[str]:
         """The first of the keys under which messages say something, if the template shows nothing of what is under any."""
         having = [number for number, message in enumerate(messages, 1) if any(says_something(message.get(key)) for key in keys)]
         without = [{name: value for name, value in message.items() if name not in keys} for message in messages]
-        if not having or self._text_or_none(template, without, tools) != text:
+        if not having or self._text_or_none(template, without, given) != text:
             return []
         # A template may show only the reasoning of the last turn.
         last = having[-1]
-        if self._text_or_none(template, without[:last], tools) != self._text_or_none(template, messages[:last], tools):
+        if self._text_or_none(template, without[:last], given) != self._text_or_none(template, messages[:last], given):
             return []
         return [next(key for key in keys if says_something(messages[last - 1].get(key)))]
 
-    def _text_or_none(self, template: str, messages: list[dict], tools: list | None) -> str | None:
+    def _text_or_none(self, template: str, messages: list[dict], given: dict) -> str | None:
         """None if the template refuses the messages, as it may without the calls to which a tool replies."""
         try:
-            return self._render(template, messages, tools)[0]
+            return self._render(template, messages, given)[0]
         except TooMuchError:
             raise
         except ChatError:
             return None
 
-    def _template_for(self, tools: list | None) -> str:
+    def _template_for(self, given: dict) -> str:
         """As transformers chooses among several."""
-        name = "tool_use" if tools is not None and "tool_use" in self.texts else "default"
+        name = "tool_use" if given.get("tools") is not None and "tool_use" in self.texts else "default"
         if name not in self.texts:
             raise InputError(
                 f"{self._place}: has the chat templates {', '.join(self.texts)} and none named default; "
@@ -365,13 +407,13 @@ class ChatTemplate:
             )
         return self.texts[name]
 
-    def _render(self, template: str, messages: list[dict], tools: list | None, **options) -> tuple[str, list[Span]]:
+    def _render(self, template: str, messages: list[dict], given: dict, **options) -> tuple[str, list[Span]]:
         # A template may ask for the content of a message that has calls of tools alone.
         messages = [{**message, "content": message.get("content", "")} for message in messages]
         try:
             with limited():
                 texts, spans = self._render_template(
-                    [messages], tools=tools, chat_template=template, **self._special_tokens, **options
+                    [messages], **given, chat_template=template, **self._special_tokens, **options
                 )
         except (TimeoutError, MemoryError) as error:
             raise TooMuchError(f"the chat template takes too much for the conversation ({reason_of(error)}); give --chat another")
@@ -383,20 +425,20 @@ class ChatTemplate:
             raise TooMuchError(f"the chat template makes {len(texts[0]):,} characters of the conversation; give --chat another")
         return texts[0], spans[0] if spans else []
 
-    def _assistant_spans(self, text: str, messages: list[dict], tools: list | None) -> Iterator[Span]:
+    def _assistant_spans(self, text: str, messages: list[dict], given: dict) -> Iterator[Span]:
         """A turn begins where the prompt for it ends, and ends with the token that the template puts after its words."""
-        template = self._template_for(tools)
+        template = self._template_for(given)
         for number, message in enumerate(messages):
             if message["role"] != "assistant":
                 continue
-            first = self._begin_of_turn(template, text, messages[:number], tools)
-            so_far, _ = self._render(template, messages[: number + 1], tools)
-            behind = self._behind_the_words(template, so_far, messages[: number + 1], number, tools)
+            first = self._begin_of_turn(template, text, messages[:number], given)
+            so_far, _ = self._render(template, messages[: number + 1], given)
+            behind = self._behind_the_words(template, so_far, messages[: number + 1], number, given)
             end = self._end_of_turn(behind, message)
             if text.startswith(so_far):
                 last = len(so_far) - len(behind) + len(end)
             else:
-                last = self._end_of_earlier_turn(template, text, messages, number, tools, end, first)
+                last = self._end_of_earlier_turn(template, text, messages, number, given, end, first)
             if first < 0 or last < first:
                 raise ChatError(
                     "the chat template changes what came before when a message is added, so that the assistant's "
@@ -405,10 +447,10 @@ class ChatTemplate:
             yield first, last
 
     def _end_of_earlier_turn(
-        self, template: str, text: str, messages: list[dict], number: int, tools: list | None, end: str, first: int
+        self, template: str, text: str, messages: list[dict], number: int, given: dict, end: str, first: int
     ) -> int:
         """The end of a turn that differs from a last one, without its reasoning or with another token after it; -1 if unknown."""
-        behind = self._behind_the_words(template, text, messages, number, tools)
+        behind = self._behind_the_words(template, text, messages, number, given)
         if not behind:  # none of its words is left
             found = text.find(end, max(first, 0)) if end else -1
             last = found + len(end) if found >= 0 else -1
@@ -419,16 +461,16 @@ class ChatTemplate:
         if number + 1 == len(messages):
             return last
         next_said = {**messages[number + 1], "content": "a" + messages[number + 1].get("content", "")}
-        other = self._text_or_none(template, [*messages[: number + 1], next_said, *messages[number + 2 :]], tools)
+        other = self._text_or_none(template, [*messages[: number + 1], next_said, *messages[number + 2 :]], given)
         return last if other is None or last <= len(os.path.commonprefix((text, other))) else -1
 
-    def _begin_of_turn(self, template: str, text: str, before: list[dict], tools: list | None) -> int:
+    def _begin_of_turn(self, template: str, text: str, before: list[dict], given: dict) -> int:
         """Where the prompt for a turn ends in the text; -1 if the text has what came before the turn in another way."""
-        prompt, _ = self._render(template, before, tools, add_generation_prompt=True)
+        prompt, _ = self._render(template, before, given, add_generation_prompt=True)
         if text.startswith(prompt):
             return len(prompt)
         # The prompt may end with what a written turn does not have, as with the begin of reasoning.
-        so_far, _ = self._render(template, before, tools)
+        so_far, _ = self._render(template, before, given)
         if not text.startswith(so_far):
             return -1
         first = len(os.path.commonprefix((prompt, text)))
@@ -437,11 +479,11 @@ class ChatTemplate:
             first = next(inside, first)
         return first if first >= len(so_far) else -1
 
-    def _behind_the_words(self, template: str, text: str, messages: list[dict], number: int, tools: list | None) -> str:
+    def _behind_the_words(self, template: str, text: str, messages: list[dict], number: int, given: dict) -> str:
         """The text that the template puts after the words of a message: that stays in the text where they become longer."""
         words = messages[number].get("content", "")
         longer = {**messages[number], "content": words + ("a" if not words.rstrip().endswith("a") else "b")}
-        other, _ = self._render(template, [*messages[:number], longer, *messages[number + 1 :]], tools)
+        other, _ = self._render(template, [*messages[:number], longer, *messages[number + 1 :]], given)
         return os.path.commonprefix((text[::-1], other[::-1]))[::-1] if other != text else ""
 
     def _end_of_turn(self, rest: str, message: dict) -> str:
@@ -450,6 +492,21 @@ class ChatTemplate:
         if not ends:
             return rest
         return rest[: ends[-1] if message.get("tool_calls") else ends[0]]
+
+
+def given_beside(tools: list | None = None, chat_template_kwargs: dict | None = None, **_: object) -> dict:
+    """What a template is given of a checked conversation, beside the messages."""
+    return {"tools": tools, **(chat_template_kwargs or {})}
+
+
+def has_words(text: str, content: str) -> bool:
+    """Whether the text has the words of the content in their order."""
+    text, last = text.casefold(), 0
+    for word in re.findall(r"\w+", TAGS.sub(" ", content.casefold())):
+        if (found := text.find(word, last)) < 0:
+            return False
+        last = found + len(word)
+    return True
 
 
 def counts(message: dict) -> bool:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import difflib
 import functools
 import itertools
@@ -25,8 +26,12 @@ SYSTEM = {"system", "sys", "prompt", "message", "instruction", "instructions"}  
 # The key of a checked message of which nothing is a target; the others do not have it.
 TRAIN = "train"
 # Keys that other tools read beside the messages of a record, or in one message. They are not read here, so they are refused.
-UNREAD = ("system", "system_prompt", "functions", "documents", "context", "chat_template_kwargs", "attachments", "image", "images", "video",
-          "videos", "audio", "audios")
+UNREAD = ("system", "system_prompt", "functions", "documents", "context", "attachments", "image", "images", "video", "videos", "audio", "audios")
+# The key of a record with what a template is given beside the messages, and what nobody gives it there.
+KWARGS = "chat_template_kwargs"
+NO_KWARGS = re.compile("messages|tools|documents|conversations|chat_template|return_assistant_tokens_mask|continue_final_message|add_generation_prompt|.*_token")
+# The key of a checked conversation to evaluate on, as the record says; others do not have it.
+HELD_OUT = "held_out"
 CHECKED_WORDS = UNCLEAR | OUT | IN | {"system", "sys", "split"}
 # Keys that a message may have beside its content; transformers takes one of the names of reasoning for another.
 BESIDE_CONTENT = (
@@ -43,9 +48,10 @@ OF_ASSISTANT = ("model", "gpt", "bot", "ai", "chatbot")  # what others call it
 OTHER_FORMS = {"conversations": "ShareGPT's", "instruction": "Alpaca's"}
 
 
-def conversation_of(record: object, place: str, is_utf8: bool = True) -> bytes:
-    """The checked messages of a record {"messages": [{"role": ..., "content": ...}, ...]}, with its tools if it has any,
-    as JSON in one form. Keys without a value are left out, as tables have them."""
+def conversation_of(record: object, place: str, is_utf8: bool = True, holds_out: bool = False) -> bytes:
+    """The checked messages of a record {"messages": [{"role": ..., "content": ...}, ...]}, with its tools and arguments of the template if
+    it has any, as JSON in one form. Keys without a value are left out, as tables have them. If the preparation `holds_out` records,
+    those of another split than train are among them."""
     messages = record.get("messages") if isinstance(record, dict) else None
     if not isinstance(messages, list) or not messages:
         forms = [form for key, form in OTHER_FORMS.items() if isinstance(record, dict) and key in record]
@@ -54,12 +60,29 @@ def conversation_of(record: object, place: str, is_utf8: bool = True) -> bytes:
             f'{place}: has no list "messages" with a message in it; --chat wants one conversation per record; {advice} docs/data.md has '
             "commands of jq (Fine-tuning: masks and documents)"
         )
+    is_held_out = any(is_of_other_split(words_of(key), value) for key, value in record.items())
+    if is_held_out and not holds_out:
+        raise InputError(f'{place}: the record has a "split" other than train; leave it out, or give --eval-fraction, which holds it out')
     refuse_unread(record, f"{place}: the record")
     is_for_training = is_target(record, f"{place}: the record", may_be=True)
     kept = {"messages": [message_of(m, f"{place}: message {number}", is_for_training) for number, m in enumerate(messages, 1)]}
     if (tools := list_of(record, "tools", f"{place}: its")) is not None:
         kept["tools"] = tools
+    if kwargs := kwargs_of(record, place):
+        kept[KWARGS] = kwargs
+    if is_held_out:
+        kept[HELD_OUT] = True
     return in_one_form(kept, is_utf8)
+
+
+def kwargs_of(record: dict, place: str) -> dict:
+    """What the template is given beside the messages: an object, or a text of JSON with one. Tables have null for keys of other rows."""
+    kwargs = record.get(KWARGS) or {}
+    with contextlib.suppress(ValueError, RecursionError):
+        kwargs = (json.loads(kwargs) or {}) if isinstance(kwargs, str) else kwargs
+    if not isinstance(kwargs, dict) or any(NO_KWARGS.fullmatch(key) for key in kwargs):
+        raise InputError(f'{place}: its "{KWARGS}" are no object of arguments that a template may be given; fix them or leave them out')
+    return {key: value for key, value in kwargs.items() if value is not None}
 
 
 def message_of(message: object, place: str, is_for_training: bool) -> dict:
@@ -98,6 +121,10 @@ def empty_answers(document: bytes) -> int:
     return sum(message["role"] == "assistant" and is_empty(message) for message in json.loads(document)["messages"])
 
 
+def says_held_out(document: bytes) -> bool:
+    return document.endswith(f'"{HELD_OUT}": true}}'.encode())  # it is the last key
+
+
 @functools.lru_cache
 def words_of(key: str) -> frozenset[str]:
     """"is_train", "isTrain" and "Train" have the word train."""
@@ -106,7 +133,7 @@ def words_of(key: str) -> frozenset[str]:
 
 def is_checked(key: str) -> bool:
     """Whether what a record has under the key is read, or may be a reason to refuse it."""
-    return key in ("messages", "tools", *UNREAD, *TARGETS_KEYS) or not CHECKED_WORDS.isdisjoint(words_of(key))
+    return key in ("messages", "tools", KWARGS, *UNREAD, *TARGETS_KEYS) or not CHECKED_WORDS.isdisjoint(words_of(key))
 
 
 def unread_keys(record: dict) -> Iterator[str]:
@@ -132,9 +159,12 @@ def refuse_unread(said: dict, place: str) -> None:
 
 def excludes(words: frozenset[str], value: object) -> bool:
     """Whether the value of a key with these words may mean that nothing is to be learnt, or something else than the messages."""
-    is_other = "split" in words and isinstance(value, str) and not (value.strip() or "train").lower().startswith("train")
     is_preferred = "chosen" in words and isinstance(value, (str, list, dict)) and bool(value)
-    return is_other or is_preferred or (not words.isdisjoint(OUT) and bool(value)) or (not words.isdisjoint(IN) and value is False)
+    return is_preferred or (not words.isdisjoint(OUT) and bool(value)) or (not words.isdisjoint(IN) and value is False)
+
+
+def is_of_other_split(words: frozenset[str], value: object) -> bool:
+    return "split" in words and isinstance(value, str) and not (value.strip() or "train").lower().startswith("train")
 
 
 def is_unclear(key: str, value: object) -> bool:

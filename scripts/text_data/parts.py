@@ -27,12 +27,12 @@ import numpy as np
 
 from .chat import ChatTemplate
 from .common import InputError, real_path, sync
-from .conversations import empty_answers
+from .conversations import empty_answers, says_held_out
 from .readers import InputFile, Reading
 from .tokenizer import make_tokenizer
 
 # Counts changes of what a part holds.
-VERSION = 7
+VERSION = 8
 # Documents are tokenized together up to this many bytes, so that a tokenizer can use all cores.
 BATCH_BYTES = 8 * 2**20
 # Small files are made together into a part up to this size; a larger file is one of its own.
@@ -178,6 +178,7 @@ class PartMaker:
         suffixes = [".ids"] if self.template is None else [".ids", ".marks"]
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(open(path.with_suffix(suffix), "wb")) for suffix in suffixes]
+            stripped = self.template.stripped if self.template is not None else 0
             for batch in batches(self._documents(group, counts)):
                 for (_, digest, _), arrays in zip(batch, self._encode(batch)):
                     for file, content in zip(files, arrays):
@@ -192,6 +193,8 @@ class PartMaker:
                     break
             for file in files:
                 sync(file)
+            if self.template is not None:
+                counts["stripped"] = self.template.stripped - stripped
         finish_part(
             path,
             digests=np.frombuffer(digests, np.uint8).reshape(-1, 16),
@@ -219,6 +222,7 @@ class PartMaker:
                     counts["duplicate_documents"] += 1
                 else:
                     counts["empty_answers"] += empty_answers(document) if self.template is not None else 0
+                    counts["of_other_splits"] += says_held_out(document) if self.template is not None else 0
                     yield document, digest, source.place
                     position = min(source.position, file.size)
                     self.progress.add(position - reported, 0)

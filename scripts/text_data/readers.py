@@ -27,11 +27,12 @@ from .tables import MAX_DOCUMENT_BYTES, check_size, import_pyarrow, table_rows
 
 @dataclass(frozen=True)
 class Reading:
-    """What is a document in a file. At most one of these is set."""
+    """What is a document in a file. At most one of field, chat and split_bytes is set."""
 
     field: str | None = None  # the text's field of JSON Lines, or its column of a table
     chat: bool | None = None  # whether a record is a conversation; None in a script without --chat, which then is not advised
     split_bytes: int | None = None  # plain text is cut into documents of about this size
+    holds_out: bool = False  # with chat: records that say that they are of another split than train are held out
 
 
 # src/data/token_files.cpp has the same list.
@@ -338,7 +339,7 @@ class InputFile:
             is_null = "messages" in record and record.get("messages") is None
             if is_null:
                 return None
-            conversation = conversation_of(record, place, is_utf8)
+            conversation = conversation_of(record, place, is_utf8, self._reading.holds_out)
             self._tell("unread", unread_keys(record))
             return conversation
         field = self._reading.field

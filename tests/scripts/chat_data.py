@@ -47,12 +47,12 @@ class ChatData(ScriptTest):
         pyarrow.parquet.write_table(pyarrow.Table.from_pylist(records), path)
         return path
 
-    def prepare(self, path, template="chatml", length=512):
+    def prepare(self, path, template="chatml", length=512, more=()):
         """`template` is a name, or the text of one."""
         if "{" in template:
             template = self.write("tokenizer/template.jinja", template)
         return run_here("prepare_data", path, "--chat", template, "--tokenizer", self.tokenizer, "--sequence-length", length,
-                        "--out", self.new_out())
+                        "--out", self.new_out(), *more)
 
     def text_and_targets(self, result):
         """Of a call that ended well. Padding is not shown."""

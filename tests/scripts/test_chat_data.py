@@ -117,7 +117,7 @@ class Templates(unittest.TestCase):
             with self.subTest(name=name):
                 template = ChatTemplate(name, ByteTokenizer())
                 text, ((first, _),) = template.text_and_spans(QUESTION)
-                prompt, _ = template._render(template.texts["default"], QUESTION[:1], None, add_generation_prompt=True)
+                prompt, _ = template._render(template.texts["default"], QUESTION[:1], {}, add_generation_prompt=True)
                 self.assertEqual(prompt, text[:first])
 
     def test_a_template_without_generation_marks_up_to_the_token_that_ends_the_turn(self):
@@ -155,12 +155,12 @@ class Templates(unittest.TestCase):
             ):
                 with self.subTest(name=name, hidden=hidden):
                     with self.assertRaisesRegex(ChatError, f"shows no {hidden}; give --chat a template that does"):
-                        template.text_and_spans(messages, tools)
+                        template.text_and_spans(messages, tools=tools)
                     record = {"messages": messages} | ({"tools": tools} if tools else {})
                     with self.assertRaisesRegex(InputError, f"here: the chat template shows no {hidden};"):
                         template.digest(conversation_of(record, "here"), "here")
             empty = [QUESTION[0], QUESTION[1] | {"tool_calls": [], "thinking": "\n"}]
-            self.assertEqual(template.text_and_spans(empty, []), template.text_and_spans(QUESTION))
+            self.assertEqual(template.text_and_spans(empty, tools=[]), template.text_and_spans(QUESTION))
 
     def test_reasoning_may_be_shown_in_the_last_turn_alone(self):
         last = CHATML_JINJA.replace("message['content']", "(message.thinking | default('') if loop.last else '') + message.content")

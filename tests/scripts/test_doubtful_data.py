@@ -216,11 +216,39 @@ class Conversations(Doubtful):
         assert_ended_well(self, self.prepare(self.write_chats([[user("hi"), assistant("hello", thoughts="hm")]]), shown))
 
     def test_what_a_template_would_be_given_beside_the_messages(self):
-        for key, value in (("documents", [{"title": "a", "text": "b"}]), ("context", "read this"), ("chat_template_kwargs", {"enable_thinking": False})):
+        for key, value in (("documents", [{"title": "a", "text": "b"}]), ("context", "read this"), ("chat_template_kwargs", {"enable_thinking": False}),
+                           ("chat_template_kwargs", "no"), ("chat_template_kwargs", {"add_generation_prompt": True}),
+                           ("chat_template_kwargs", {"eos_token": "x"})):
             for form in FORMS:
                 with self.subTest(key, form=form):
                     path = self.write_chats([{"messages": GREETING, key: value}, {"messages": [user("hi"), assistant("hello")]}], form)
                     assert_refused(self, self.prepare(path), path.name, key)
+
+    def test_arguments_of_the_template(self):
+        """It is given those of each record, be they an object or JSON of one."""
+        shown = "{% if style %}{{ style }}|{% endif %}" + TEMPLATE
+        for form in FORMS:
+            for value in ({"style": "brief"}, '{"style": "brief"}'):
+                with self.subTest(value, form=form):
+                    records = [{"messages": GREETING, "chat_template_kwargs": value}, {"messages": [user("hi"), assistant("hello")]}]
+                    text, targets = self.text_and_targets(self.prepare(self.write_chats(records, form), shown))
+                    self.assertEqual(text.count("brief|"), 1, text)
+                    self.assertNotIn("brief", targets)
+
+    def test_records_of_another_split(self):
+        """They are held out where records are, and else refused: nothing is trained on them."""
+        test = [{"messages": [user(f"question {i}"), assistant(f"reply {i}")], "split": split} for i, split in enumerate(("test", "validation", "Eval"))]
+        train = [{"messages": [user(f"asked {i}"), assistant(f"told {i}")], "split": "train"} for i in range(40)]
+        for form in FORMS:
+            with self.subTest(form):
+                assert_refused(self, self.prepare(self.write_chats(train + test, form)), f"chats.{form}", "split", "--eval-fraction")
+                result = self.prepare(self.write_chats(train + test, form), more=("--eval-fraction", "0.05"))
+                text, _ = self.text_and_targets(result)
+                self.assertNotIn("reply", text)
+                self.assertGreaterEqual(self.info(result)["eval"]["documents"], 3)
+                result = self.prepare(self.write_chats(test, form), more=("--eval-fraction", "0.05"))
+                assert_ended_well(self, result)
+                self.assertEqual([self.info(result)[split]["documents"] for split in ("train", "eval")], [0, 3])
 
     def test_columns_that_may_exclude_a_record(self):
         for key, value in (("ignore", True), ("Weight", 0), ("kto_tag", False)):

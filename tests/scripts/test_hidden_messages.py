@@ -5,7 +5,7 @@ import unittest
 
 from chat_data import FORMS, ChatData, assistant, user
 
-from refusals import assert_refused
+from refusals import assert_ended_well, assert_refused
 
 USERS_ALONE = (
     "{% for m in messages %}{% if m.role == 'user' %}<|im_start|>user\n{{ m.content }}<|im_end|>\n"
@@ -30,6 +30,34 @@ class Hidden(ChatData):
             with self.subTest(form):
                 path = self.write_chats([[user("hello"), assistant("good day")], messages], form)
                 assert_refused(self, self.prepare(path, template), f"{path.name}:2" if form == "jsonl" else f"{path.name}, row 2")
+
+    def test_content_that_is_cut(self):
+        """Its end, its begin, its middle, or the words of one role."""
+        said = "One two three four five six seven eight nine ten eleven."
+        for shown in ("m.content[:20]", "m.content[12:]", "m.content | truncate(20)", "m.content.split('. ')[0].split(' ')[-1]",
+                      "m.content[:9] ~ m.content[-9:]", "m.content[:20] if m.role == 'user' else m.content", "m.content.split('five')[0]"):
+            with self.subTest(shown):
+                path = self.write_chats([[user(said), assistant(said + " And more.")]])
+                assert_refused(self, self.prepare(path, ALL.replace("SHOWN", shown)), path.name)
+
+    def test_white_space_at_the_ends(self):
+        """Templates often strip it: that is told once, with the number of conversations."""
+        for said, told in ((" yes\n", True), ("yes", False), ("ye  s", False)):
+            for shown in ("m.content | trim", "m.content.strip()", "m.content.rstrip() | trim"):
+                with self.subTest(said, shown=shown):
+                    records = [[user("hi"), assistant("hello")]] + [[user(f"hi {i}"), assistant(said)] for i in range(2)]
+                    result = self.prepare(self.write_chats(records), ALL.replace("SHOWN", shown))
+                    assert_ended_well(self, result)
+                    warnings = [line for line in result.stderr.splitlines() if "white space" in line]
+                    self.assertEqual([line for line in warnings if " 2 " in line], warnings)
+                    self.assertEqual(len(warnings), told)
+
+    def test_words_that_are_written_in_another_way(self):
+        said = "First line, \"quoted\".\n\nA <b>second</b> & last one: \u00e9t\u00e9.\t"
+        for shown in ("m.content | tojson", "m.content | e", "m.content.replace('\\n', ' ')", "m.content | upper", "'[' ~ m.content ~ ']'"):
+            with self.subTest(shown):
+                path = self.write_chats([[user(said), assistant(said)]])
+                assert_ended_well(self, self.prepare(path, ALL.replace("SHOWN", shown)))
 
     def test_a_system_message(self):
         self.refuse([system("Answer in French."), user("hi"), assistant("salut")], USERS_ALONE)
