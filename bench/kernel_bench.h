@@ -201,7 +201,7 @@ inline AdamwStep make_adamw_step(Tensors& t, const MomentView& exp_avg, const Mo
   const int64_t N = exp_avg.values.numel();
   return {.weight = t.bf16({N}),
           .master = t.make(DType::kU16, {N}),
-          .master_form = MasterForm::kFp32Split,
+          .master_form = MasterForm::kFp32,
           .gradient = t.bf16({N}),
           .exp_avg = exp_avg,
           .exp_avg_sq = exp_avg_sq,

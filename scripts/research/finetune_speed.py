@@ -26,8 +26,8 @@ QST = ["finetune.method=qst", "finetune.base=nf4"]
 FP8 = ["precision.recipe=parka", "precision.group_size=32", "precision.head=compute"]
 RECOMPUTE = ["precision.recompute=block"]
 METHODS = {
-    "full": ["optimizer.master=fp32_split", "optimizer.states=bf16"],
-    "full_fp8": ["optimizer.master=fp32_split", "optimizer.states=fp8_expanded", "precision.weight_copies=rows"] + FP8,
+    "full": ["optimizer.master=fp32", "optimizer.states=bf16"],
+    "full_fp8": ["optimizer.master=fp32", "optimizer.states=fp8_expanded", "precision.weight_copies=rows"] + FP8,
     "lora": ADAPTERS,
     "lora_recompute": ADAPTERS + RECOMPUTE,
     "lora_fp8": ADAPTERS + FP8 + ["finetune.base=fp8"],

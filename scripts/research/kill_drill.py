@@ -41,7 +41,7 @@ def start(arguments, folder, log):
     options = {
         "checkpoint.folder": folder, "checkpoint.interval": INTERVAL, "training.steps": STEPS,
         "training.eval_interval": 0, "data.train": json.dumps([str(arguments.out / "tokens.npy")]), "data.eval": "[]",
-        "precision.recipe": "parka", "optimizer.states": "fp8_expanded", "optimizer.master": "fp32_split",
+        "precision.recipe": "parka", "optimizer.states": "fp8_expanded", "optimizer.master": "fp32",
         "distributed.zero_stage": 3, "training.micro_batch_size": 4, "training.global_batch_size": 64,
     }
     sets = [f"{key}={value}" for key, value in options.items()] + arguments.set

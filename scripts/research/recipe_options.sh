@@ -19,7 +19,7 @@ recipe_options() {
     coat | parka) states=fp8_expanded ;;
     *) echo "${0##*/}: no recipe $1" >&2; exit 2 ;;
   esac
-  options=(--set precision.recipe="$1" --set optimizer.states=$states --set optimizer.master=fp32_split
+  options=(--set precision.recipe="$1" --set optimizer.states=$states --set optimizer.master=fp32
     --set optimizer.gradient=bf16)
   [ "$1" != parka ] || options+=(--set precision.group_size=32 --set precision.weight_copies=rows)
 }

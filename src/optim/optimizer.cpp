@@ -197,8 +197,7 @@ TensorId Optimizer::declare_master(const ParameterInfo& parameter, MemoryPlan& p
                     kAllPhases, state_place(parameter));
   };
   switch (config_.master) {
-    case MasterForm::kFp32: return add(DType::kF32);
-    case MasterForm::kFp32Split: return add(DType::kU16);
+    case MasterForm::kFp32: return add(DType::kU16);
     case MasterForm::kFp24Split: return add(DType::kU8);
     case MasterForm::kBf16Sr:
     case MasterForm::kNone: return {};
@@ -277,10 +276,6 @@ void Optimizer::set_weight(Device& device, size_t i, std::span<const float> valu
   switch (config_.master) {
     case MasterForm::kFp32:
       upload_each(device, values, target, first, [](float x) { return split_float(x).weight; });
-      if (!master.empty()) upload(device, values, master, first);
-      return;
-    case MasterForm::kFp32Split:
-      upload_each(device, values, target, first, [](float x) { return split_float(x).weight; });
       if (master.empty()) return;
       upload_each(device, values, master, first, [](float x) { return split_float(x).remainder; });
       return;
@@ -305,22 +300,19 @@ void Optimizer::copy_weight(Device& device, size_t from, size_t to) {
 
 std::vector<float> Optimizer::master_weight(Device& device, size_t i) const {
   device.synchronize();
-  const TensorView& weight = weights_.at(i);
+  const TensorView &weight = weights_.at(i), &master = states_[i].master;
   if (config_.master == MasterForm::kNone) return download<float>(device, weight);
-  const bool is_split = config_.master == MasterForm::kFp32Split || config_.master == MasterForm::kFp24Split;
-  const bool is_frozen = !parameters_[i].trainable;
-  if (config_.master == MasterForm::kFp32 && !is_frozen) return download<float>(device, states_[i].master);
   const std::vector<BFloat16> high = download<BFloat16>(device, weight);
   std::vector<float> values(high.size());
   const auto join = [&](const auto& low, const auto& join_element) {
     std::transform(high.begin(), high.end(), low.begin(), values.begin(), join_element);
   };
-  if (!is_split || is_frozen) {
+  if (master.empty()) {
     std::transform(high.begin(), high.end(), values.begin(), decode_bf16);
   } else if (config_.master == MasterForm::kFp24Split) {
-    join(download<uint8_t>(device, states_[i].master), join_float24);
+    join(download<uint8_t>(device, master), join_float24);
   } else {
-    join(download<uint16_t>(device, states_[i].master), join_float);
+    join(download<uint16_t>(device, master), join_float);
   }
   return values;
 }

@@ -86,10 +86,11 @@ struct OptimizerConfig {
         "exp_avg_sq_format", exp_avg_sq_format,
         "Format of the second moment, for states = fp8 or fp8_expanded; bf16: the first moment alone is FP8, as in FP8-LM",
         one_of(DType::kE4M3, DType::kBF16), kHashed | kConvertedOnResume);
-    visit("master", master,
-          "Master weights: fp32, fp32_split (same bits in less memory), fp24_split (24 bits), bf16_sr (stochastic "
-          "rounding), or none (if and only if precision.compute = fp32)",
-          kHashed | kConvertedOnResume | kStepTime);
+    visit(
+        "master", master,
+        "Master weights: fp32 (16 bits beside a bf16 weight), fp24_split (24 bits), bf16_sr (stochastic rounding), "
+        "or none (if and only if precision.compute = fp32)",
+        kHashed | kConvertedOnResume | kStepTime);
     visit(
         "offload", offload,
         "Keep moments and masters of matrices in host memory, where they pass through buffers on the device to each "
@@ -131,7 +132,6 @@ struct EnumNames<StateFormat> {
 template <>
 struct EnumNames<MasterForm> {
   static constexpr EnumName<MasterForm> kAll[] = {{MasterForm::kFp32, "fp32"},
-                                                  {MasterForm::kFp32Split, "fp32_split"},
                                                   {MasterForm::kFp24Split, "fp24_split"},
                                                   {MasterForm::kBf16Sr, "bf16_sr"},
                                                   {MasterForm::kNone, "none"}};

@@ -215,13 +215,13 @@ class BadInput(RunFolder):
 
     def test_states_of_another_format(self):
         """A run goes on with them if that is asked for."""
-        self.config["optimizer"].update(states="fp8_expanded", master="fp32_split")
+        self.config["optimizer"].update(states="fp8_expanded", master="fp24_split")
         self.config["training"]["steps"] += 4
         self.assert_refused(self.train(self.config), ['optimizer.states: "fp32" in the checkpoint', "--convert-states"])
         result = self.train(self.config, "--convert-states")
         self.assert_exit(result, 0)
         self.assertIn('changed since: optimizer.states: "fp32" in the checkpoint, "fp8_expanded" now, converted', result.stderr)
-        self.assertIn('optimizer.master: "fp32" in the checkpoint, "fp32_split" now, converted', result.stderr)
+        self.assertIn('optimizer.master: "fp32" in the checkpoint, "fp24_split" now, converted', result.stderr)
         self.config["training"]["steps"] += 4
         result = self.train(self.config)  # has these formats itself
         self.assert_exit(result, 0)

@@ -20,7 +20,7 @@ VARIANTS = {
     "bf16_sr": ("bf16", {"master": "bf16_sr", "states": "bf16"}),
     "fp24_split": ("parka", {"master": "fp24_split"}),
     "fp8_first_moment": ("parka", {"exp_avg_sq_format": "bf16"}),
-    "fp8_states": ("bf16", {"states": "fp8", "master": "fp32_split"}),
+    "fp8_states": ("bf16", {"states": "fp8"}),
     "offloaded_states": ("parka", {"master": "fp32", "offload": True}),
     "norms_and_biases": ("parka", {}),
     "gemma": ("coat", {}),

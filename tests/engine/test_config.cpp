@@ -222,8 +222,7 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
       {"coat_optimizer", "bf16", "compute", "e5m2", "compute", "compute", "compute", true, false, true,
        "fp8_expanded", "fp32"},
       {"coat", "bf16", "fp8_tensor", "e5m2", "fp8", "fp8", "compute", true, true, true, "fp8_expanded", "fp32"},
-      {"parka", "bf16", "fp8_tensor", "e5m2", "fp8", "fp8", "fp8", false, false, false, "fp8_expanded",
-       "fp32_split"},
+      {"parka", "bf16", "fp8_tensor", "e5m2", "fp8", "fp8", "fp8", false, false, false, "fp8_expanded", "fp32"},
   };
   for (const Row& row : rows) {
     const bool is_parka = std::string_view(row.recipe) == "parka";

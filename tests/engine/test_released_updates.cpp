@@ -157,9 +157,7 @@ TEST_CASE("released gradients change no bit whatever copies and activations are 
 }
 
 TEST_CASE("updates in backward of states in host memory change no bit", "[engine][release][offload]") {
-  for (const auto& [recipe, master] : {std::pair{"coat", MasterForm::kFp32},
-                                       {"parka", MasterForm::kFp32Split},
-                                       {"parka", MasterForm::kFp24Split}}) {
+  for (const auto& [recipe, master] : {std::pair{"parka", MasterForm::kFp32}, {"parka", MasterForm::kFp24Split}}) {
     for (const auto& [ranks, stage] : {std::pair<int, int64_t>{1, 0}, {2, 0}, {2, 1}, {4, 2}, {2, 3}}) {
       CAPTURE(recipe, name_of(master), ranks, stage);
       const TemporaryFolder folder;

@@ -261,7 +261,7 @@ TEST_CASE("a measurement of another config or of several GPUs is refused", "[eng
   const Change changes[] = {
       {[](Config& c) { c.model.d_ffn = 512; }, "model.d_ffn: 256 measured, 512 here", true},
       {[](Config& c) { c.precision.group_size = 32; }, "precision.group_size", true},
-      {[](Config& c) { c.optimizer.master = MasterForm::kFp32; }, "optimizer.master", true},
+      {[](Config& c) { c.optimizer.master = MasterForm::kFp24Split; }, "optimizer.master", true},
       {[](Config& c) { c.data.sequence_length = 32; }, "data.sequence_length", true},
       {[](Config& c) { c.data.documents = DocumentMode::kSeparate; }, "data.documents", true},
       {[](Config& c) { c.training.micro_batch_size = 1; }, "training.micro_batch_size", true},

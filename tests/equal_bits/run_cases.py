@@ -22,7 +22,7 @@ RECIPES = {
     **{recipe: (recipe, {}) for recipe in
        ("fp32", "bf16", "fp8_linear", "fp8_block", "coat_activation", "coat_optimizer", "coat", "parka")},
     "bf16_sr": ("bf16", {"master": "bf16_sr", "states": "bf16"}),
-    "fp8_states": ("bf16", {"states": "fp8", "master": "fp32_split"}),
+    "fp8_states": ("bf16", {"states": "fp8"}),
 }
 # Ranks, ZeRO stage, shard size.
 SHARDINGS = ((1, 0, 0), (2, 0, 0), (2, 1, 0), (2, 2, 0), (2, 3, 0), (3, 1, 0), (3, 3, 0),

@@ -127,8 +127,8 @@ inline double rms_relative_error(const std::vector<float>& stored, const std::ve
 // 2^-19. That is far below the error of the codes, 2^-4 at best.
 inline double decode_error(const Device& device) { return device.kind() == DeviceKind::kCpu ? 0x1p-23 : 0x1p-18; }
 
-inline constexpr MasterForm kMasterForms[] = {MasterForm::kFp32, MasterForm::kFp32Split, MasterForm::kFp24Split,
-                                              MasterForm::kBf16Sr, MasterForm::kNone};
+inline constexpr MasterForm kMasterForms[] = {MasterForm::kFp32, MasterForm::kFp24Split, MasterForm::kBf16Sr,
+                                              MasterForm::kNone};
 
 struct Hyperparameters {
   double lr = 1e-3, beta1 = 0.9, beta2 = 0.95, eps = 1e-8, weight_decay = 0.1;
@@ -154,8 +154,6 @@ class TestParameter {
         device_(device),
         storage_(storage) {
     if (storage.master == MasterForm::kFp32) {
-      master = std::make_unique<TestTensor>(device, DType::kF32, std::initializer_list<int64_t>{numel}, initial);
-    } else if (storage.master == MasterForm::kFp32Split) {
       std::vector<float> remainders;
       for (float x : initial) remainders.push_back(split_float(x).remainder);
       master = std::make_unique<TestTensor>(device, DType::kU16, std::initializer_list<int64_t>{numel}, remainders);
@@ -202,15 +200,14 @@ class TestParameter {
 
   // The weights as exactly as they are kept.
   std::vector<float> master_values() const {
-    if (storage_.master == MasterForm::kFp32) return master->host();
     std::vector<float> values = weight.host();
-    if (storage_.master != MasterForm::kFp32Split && storage_.master != MasterForm::kFp24Split) return values;
+    if (storage_.master != MasterForm::kFp32 && storage_.master != MasterForm::kFp24Split) return values;
     const std::vector<float> remainders = master->host();
     for (size_t i = 0; i < values.size(); ++i) {
       const BFloat16 high{static_cast<uint16_t>(std::bit_cast<uint32_t>(values[i]) >> 16)};
       const auto low = static_cast<uint16_t>(remainders[i]);
-      values[i] = storage_.master == MasterForm::kFp32Split ? join_float(high, low)
-                                                            : join_float24(high, static_cast<uint8_t>(low));
+      values[i] = storage_.master == MasterForm::kFp32 ? join_float(high, low)
+                                                       : join_float24(high, static_cast<uint8_t>(low));
     }
     return values;
   }

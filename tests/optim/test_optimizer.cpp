@@ -155,8 +155,7 @@ TEST_CASE("the plan has what each state format and master form needs, per parame
   const std::vector<Case> cases = {
       {StateFormat::kFp32, MasterForm::kNone, 8, 0},
       {StateFormat::kBf16, MasterForm::kBf16Sr, 4, 0},
-      {StateFormat::kFp8, MasterForm::kFp32, 2 + 8.0 / 128, 4},
-      {StateFormat::kFp8Expanded, MasterForm::kFp32Split, 2 + 10.0 / 128, 2},
+      {StateFormat::kFp8, MasterForm::kFp32, 2 + 8.0 / 128, 2},
       {StateFormat::kFp8Expanded, MasterForm::kFp24Split, 2 + 10.0 / 128, 1},
   };
   constexpr int64_t kRows = 256, kCols = 1024;  // sizes that need no padding to 256 bytes
@@ -179,7 +178,7 @@ TEST_CASE("state() names every tensor with its dtype and shape", "[optim][optimi
       names.push_back(tensor.name + " " + describe(tensor.view));
     return names;
   };
-  const OptimizerConfig mixed = config_of(StateFormat::kFp8Expanded, MasterForm::kFp32Split);
+  const OptimizerConfig mixed = config_of(StateFormat::kFp8Expanded, MasterForm::kFp32);
   CHECK(described(mixed) == std::vector<std::string>{"first.master uint16 [150]",
                                                      "first.exp_avg e4m3 [150]",
                                                      "first.exp_avg.amax fp32 [2]",
@@ -210,7 +209,6 @@ TEST_CASE("state() names every tensor with its dtype and shape", "[optim][optimi
   const auto plain = described(config_of(StateFormat::kFp8, MasterForm::kBf16Sr));
   CHECK(plain.size() == 3 * 4);  // no masters, no exponents
   CHECK(plain[1] == "first.exp_avg.amax fp32 [2]");
-  CHECK(described(config_of(StateFormat::kBf16, MasterForm::kFp32))[0] == "first.master fp32 [150]");
   CHECK(described(config_of(StateFormat::kBf16, MasterForm::kFp24Split))[0] == "first.master uint8 [150]");
   CHECK(described(config_of(StateFormat::kFp32, MasterForm::kNone)) ==
         std::vector<std::string>{"first.exp_avg fp32 [150]", "first.exp_avg_sq fp32 [150]", "norm.exp_avg fp32 [7]",
@@ -625,8 +623,8 @@ TEST_CASE("a master form that does not fit the weights is refused in one line", 
   };
   CHECK(refusal(MasterForm::kNone, DType::kBF16) ==
         "optimizer.master = none does not fit bf16 weights: none is for fp32, the other forms are for bf16");
-  CHECK(refusal(MasterForm::kFp32Split, DType::kF32) ==
-        "optimizer.master = fp32_split does not fit fp32 weights: none is for fp32, the other forms are for bf16");
+  CHECK(refusal(MasterForm::kFp32, DType::kF32) ==
+        "optimizer.master = fp32 does not fit fp32 weights: none is for fp32, the other forms are for bf16");
   CHECK(refusal(MasterForm::kNone, DType::kF32).empty());
   CHECK(refusal(MasterForm::kBf16Sr, DType::kBF16).empty());
 }
@@ -638,7 +636,7 @@ TEST_CASE("every state format minimises a noisy quadratic about as well as fp32"
     return minimise_quadratic(config);
   };
   const double fp32 = loss_with(StateFormat::kFp32, MasterForm::kNone);
-  const double expanded = loss_with(StateFormat::kFp8Expanded, MasterForm::kFp32Split);
+  const double expanded = loss_with(StateFormat::kFp8Expanded, MasterForm::kFp32);
   const double fp24 = loss_with(StateFormat::kFp32, MasterForm::kFp24Split);
   const double plain = loss_with(StateFormat::kFp8, MasterForm::kFp32);
   const double bf16 = loss_with(StateFormat::kBf16, MasterForm::kFp32);

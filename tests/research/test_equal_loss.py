@@ -389,7 +389,7 @@ class Script(Folder):
             return subprocess.run([SCRIPTS / "equal_loss.sh", out, text, run], capture_output=True, text=True,
                                   env=environment)
 
-        lean = "lean=parka,optimizer.master=fp32_split"
+        lean = "lean=parka,optimizer.master=fp32"
         self.stop_in_first_run([SCRIPTS / "equal_loss.sh", out, text, lean], environment, out / "work" / "bf16.1")
 
         def run():

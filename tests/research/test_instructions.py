@@ -178,7 +178,7 @@ class Recipes(Folder):
 
     def test_a_tiny_model_from_text_to_figures_and_again_without_training(self):
         out = self.folder / "out"
-        first = self.recipes(out, "lean=parka,optimizer.master=fp32_split")
+        first = self.recipes(out, "lean=parka,optimizer.master=fp32")
         self.assertEqual(first.returncode, 0, first.stdout + first.stderr)
         figures = {line["name"]: line for line in map(json.loads, (out / "held_out.jsonl").read_text().splitlines())}
         gap = figures["held_out.tiny-olmo.instructions.lean.vs_bf16"]
@@ -196,7 +196,7 @@ class Recipes(Folder):
         of_base, of_run = self.records(out / "base", "train")[0]["targets"], self.records(out / "bf16.1", "train")[0]["targets"]
         self.assertLess(of_run, 0.8 * of_base)
         made = (out / "held_out.jsonl").read_text()
-        self.assertEqual(self.recipes(out, "lean=parka,optimizer.master=fp32_split").returncode, 0)
+        self.assertEqual(self.recipes(out, "lean=parka,optimizer.master=fp32").returncode, 0)
         self.assertEqual((out / "held_out.jsonl").read_text(), made)
         result = self.recipes("other", "lean=parka", BATCH="60")
         self.assertEqual((result.returncode, "BATCH" in result.stderr), (2, True), result.stderr)

@@ -62,8 +62,8 @@ class LossGap(unittest.TestCase):
             self.assertTrue((self.folder / "out" / picture).exists())
 
     def test_the_script_that_measures_masters_reports_the_gap_of_each_seed(self):
-        self.assertEqual(self.run_gap_script("master_gap.sh"), [("fp24_split.1", "fp32_split.1", 0.25, [39, 40]),
-                                                                ("fp24_split.2", "fp32_split.2", 0.5, [39, 40])])
+        self.assertEqual(self.run_gap_script("master_gap.sh"), [("fp24_split.1", "fp32.1", 0.25, [39, 40]),
+                                                                ("fp24_split.2", "fp32.2", 0.5, [39, 40])])
         tokens = [(self.folder / "out" / seed / "work" / "tokens").resolve() for seed in ("seed1", "seed2")]
         self.assertEqual(tokens[0], tokens[1])
 

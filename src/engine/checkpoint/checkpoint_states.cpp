@@ -127,7 +127,7 @@ void convert_moment(const LoadedCheckpoint& checkpoint, Device& cpu, Device& dev
 
 }  // namespace
 
-StateConversion::StateConversion(const LoadedCheckpoint& checkpoint, const Optimizer& optimizer)
+StateConversion::StateConversion(const LoadedCheckpoint& checkpoint, const Optimizer& optimizer, bool may_round)
     : checkpoint_(checkpoint) {
   std::map<std::string, DType> formats;
   for (const NamedTensor& tensor : optimizer.state()) formats.emplace(tensor.name, tensor.view.dtype);
@@ -140,7 +140,10 @@ StateConversion::StateConversion(const LoadedCheckpoint& checkpoint, const Optim
   for (const ParameterInfo& p : optimizer.parameters()) {
     if (!p.trainable) continue;
     const std::string master = p.name + std::string(kMaster);
-    if (differs(master)) covered_.insert({p.name, master});
+    const SafetensorsEntry* const saved = checkpoint.find(master);
+    const bool is_apart = saved != nullptr && saved->dtype == DType::kF32;
+    if (differs(master) && (may_round || is_apart)) covered_.insert({p.name, master});
+    if (!may_round) continue;
     for (const std::string_view moment : {kExpAvg, kExpAvgSq}) {
       const std::string name = p.name + std::string(moment);
       const std::string parts[] = {name, name + std::string(kAmax), name + std::string(kExponent)};
@@ -150,6 +153,7 @@ StateConversion::StateConversion(const LoadedCheckpoint& checkpoint, const Optim
 }
 
 void StateConversion::run(Device& device, Optimizer& optimizer) const {
+  if (covered_.empty()) return;
   const std::unique_ptr<Device> cpu = make_cpu_device();
   const std::vector<ParameterInfo>& parameters = optimizer.parameters();
   std::vector<ParameterInfo> trained = parameters;

@@ -13,7 +13,9 @@ namespace parka {
 // keeps its value; where masters change, the weights that the model computes with are set from them.
 class StateConversion {
  public:
-  StateConversion(const LoadedCheckpoint& checkpoint, const Optimizer& optimizer);
+  // Unless it may round, there is one to convert: an fp32 master apart from its weight, as earlier versions saved
+  // it.
+  StateConversion(const LoadedCheckpoint& checkpoint, const Optimizer& optimizer, bool may_round);
 
   // True if run() sets this tensor of the checkpoint or of the optimizer, so that it cannot be taken as it is.
   bool covers(const std::string& tensor) const { return covered_.contains(tensor); }

@@ -56,6 +56,12 @@ const RemovedKey* find_removed(std::string_view path) {
   return key == std::end(kRemovedKeys) ? nullptr : key;
 }
 
+// A value that earlier versions, and so the configs of their runs, called otherwise.
+const json& in_todays_words(std::string_view path, const json& value) {
+  static const json fp32 = "fp32";
+  return path == "optimizer.master" && value == "fp32_split" ? fp32 : value;
+}
+
 // The message about a key that does not exist: the nearest one that does, where being in another section counts
 // like one wrong letter; or the keys of its section, if nothing is near.
 std::string unknown_key(const ConfigTable& table, const std::string& path) {
@@ -131,7 +137,7 @@ class ConfigReader {
         if (!value.is_object()) fail("{}: expected an object, got {}", path, describe_json(value));
         collect(value, path + ".");
       } else if (const ConfigField* field = table_.find(path)) {
-        given_.push_back({field, &value});
+        given_.push_back({field, &in_todays_words(path, value)});
       } else if (const RemovedKey* removed = find_removed(path)) {
         if (value != json::parse(removed->value)) {
           fail("{} = {} was removed: what {} meant is done always; remove the key", path, value.dump(),
@@ -367,7 +373,6 @@ StateFormat states_of(Recipe recipe) {
 MasterForm master_of(Recipe recipe) {
   switch (recipe) {
     case Recipe::kFp32: return MasterForm::kNone;
-    case Recipe::kParka: return MasterForm::kFp32Split;
     default: return MasterForm::kFp32;
   }
 }

@@ -316,8 +316,7 @@ void check_compute(const PrecisionConfig& p, const OptimizerConfig& o) {
   }
   if (!fp32 && o.master == MasterForm::kNone) {
     throw_bad_input(
-        "optimizer.master = none needs precision.compute = fp32; use master = fp32, fp32_split, fp24_split or "
-        "bf16_sr");
+        "optimizer.master = none needs precision.compute = fp32; use master = fp32, fp24_split or bf16_sr");
   }
   if (fp32 && p.eval == EvalNumerics::kBf16) {
     throw_bad_input("precision.eval = bf16 needs precision.compute = bf16; use eval = same");

@@ -222,9 +222,6 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
   const auto add = [&](std::string override, MemoryChange::Results results, std::string cost) {
     changes.push_back({std::move(override), results, std::move(cost)});
   };
-  if (config.optimizer.master == MasterForm::kFp32) {
-    add("optimizer.master=fp32_split", kSameBits, "the same bits, no cost");
-  }
   if (config.precision.save_product)
     add("precision.save_product=false", kSameBits, "the same bits, a little recomputation");
   if (config.precision.save_norm_output)
@@ -254,8 +251,7 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
   add_offload(4);
   if (config.optimizer.gradient == DType::kF32)
     add("optimizer.gradient=bf16", kOtherPrecision, "gradients are summed in bf16");
-  const MasterForm master = config.optimizer.master;
-  if (master == MasterForm::kFp32 || master == MasterForm::kFp32Split) {
+  if (config.optimizer.master == MasterForm::kFp32) {
     add("optimizer.master=fp24_split", kOtherPrecision, "a master of 24 bits instead of 32");
   }
   add_offload(2);

@@ -3,7 +3,6 @@
 #include <cstring>
 #include <filesystem>
 #include <numeric>
-#include <optional>
 #include <string>
 #include <unordered_map>
 #include <utility>
@@ -299,15 +298,13 @@ void TrainingRun::restore_base(const LoadedCheckpoint& checkpoint) {
 }
 
 void TrainingRun::read_tensors(const LoadedCheckpoint& checkpoint, bool converts_states) {
-  std::optional<StateConversion> conversion;
-  if (converts_states) conversion.emplace(checkpoint, declared_.optimizer);
-  const auto is_converted = [&](const std::string& name) { return conversion && conversion->covers(name); };
+  const StateConversion conversion(checkpoint, declared_.optimizer, /*may_round=*/converts_states);
   std::unordered_map<std::string, NamedTensor> wanted;
   for (const NamedTensor& tensor : tensors()) {
-    if (!is_converted(tensor.name)) wanted.emplace(tensor.name, tensor);
+    if (!conversion.covers(tensor.name)) wanted.emplace(tensor.name, tensor);
   }
   for (const SafetensorsEntry& entry : checkpoint.tensors()) {
-    if (is_converted(entry.name)) continue;
+    if (conversion.covers(entry.name)) continue;
     const auto found = wanted.find(entry.name);
     if (found == wanted.end())
       throw_bad_input("{}: has a tensor {} that this config does not have", checkpoint.path(), entry.name);
@@ -335,7 +332,7 @@ void TrainingRun::read_tensors(const LoadedCheckpoint& checkpoint, bool converts
     device_.copy_to_device(target + tensor.box.place_of(first_element) * size_of(entry.dtype), bytes.data(),
                            static_cast<int64_t>(bytes.size()));
   });
-  if (conversion) conversion->run(device_, declared_.optimizer);
+  conversion.run(device_, declared_.optimizer);
 }
 
 std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint, bool converts_states) {

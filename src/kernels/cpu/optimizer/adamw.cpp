@@ -156,8 +156,7 @@ void write_moment(const float* x, const GroupRange& range, bool is_second, const
 
 void read_weights(const AdamwStep& a, const GroupRange& range, float* w) {
   switch (a.master_form) {
-    case MasterForm::kFp32: decode_elements(a.master, range.begin, range.count, w); return;
-    case MasterForm::kFp32Split: {
+    case MasterForm::kFp32: {
       const BFloat16* weight = a.weight.as<BFloat16>() + range.begin;
       const uint16_t* remainder = a.master.as<uint16_t>() + range.begin;
       for (int64_t i = 0; i < range.count; ++i) w[i] = join_float(weight[i], remainder[i]);
@@ -200,12 +199,6 @@ void write_stochastic(const AdamwStep& a, const GroupRange& range, const float* 
 void write_weights(const AdamwStep& a, const GroupRange& range, const float* w) {
   switch (a.master_form) {
     case MasterForm::kFp32: {
-      BFloat16* weight = a.weight.as<BFloat16>() + range.begin;
-      for (int64_t i = 0; i < range.count; ++i) weight[i] = split_float(w[i]).weight;
-      encode_elements(w, range.begin, range.count, a.master);
-      return;
-    }
-    case MasterForm::kFp32Split: {
       BFloat16* weight = a.weight.as<BFloat16>() + range.begin;
       uint16_t* remainder = a.master.as<uint16_t>() + range.begin;
       for (int64_t i = 0; i < range.count; ++i) {

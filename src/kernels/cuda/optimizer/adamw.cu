@@ -154,8 +154,7 @@ using LargePart = LanePart<2, 8, 16>;
 template <typename F>
 void with_weights(const AdamwStep& a, const F& f) {
   switch (a.master_form) {
-    case MasterForm::kFp32: f(Fp32Master{a.weight.as<BFloat16>(), a.master.as<float>()}); return;
-    case MasterForm::kFp32Split: f(SplitMaster{a.weight.as<BFloat16>(), a.master.as<uint16_t>()}); return;
+    case MasterForm::kFp32: f(SplitMaster{a.weight.as<BFloat16>(), a.master.as<uint16_t>()}); return;
     case MasterForm::kFp24Split: {
       const uint32_t phase = rounding_phase(a.step, a.first_element);
       f(Split24Master{a.weight.as<BFloat16>(), a.master.as<uint8_t>(), phase});

@@ -225,27 +225,6 @@ __device__ StoredPart<uint16_t, Part> split_remainders(const PartValues<Part>& w
   return remainder;
 }
 
-struct Fp32Master {
-  BFloat16* weight_N;
-  float* master_N;
-
-  PARKA_HOST_DEVICE void move(int64_t elements) {
-    weight_N += elements;
-    master_N += elements;
-  }
-  template <bool kWhole, typename Part>
-  __device__ auto load(const Part& part) const {
-    return load_part<kWhole>(master_N, part);
-  }
-  template <bool kWhole, typename Part>
-  __device__ auto store(const Part& part, const PartValues<Part>& w) const {
-    const auto weights = split_weights<Part>(w);
-    store_part<kWhole>(weight_N, part, weights);
-    store_part<kWhole>(master_N, part, to_stored<float, Part>(w));
-    return weights;
-  }
-};
-
 template <typename Part>
 struct SplitPart {
   StoredPart<BFloat16, Part> weight;

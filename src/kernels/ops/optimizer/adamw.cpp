@@ -26,8 +26,7 @@ void check_weight(const AdamwStep& a, int64_t N) {
   const DType weight = a.master_form == MasterForm::kNone ? DType::kF32 : DType::kBF16;
   check_tensor("adamw_step", "weight", a.weight, {N}, {weight});
   switch (a.master_form) {
-    case MasterForm::kFp32: check_tensor("adamw_step", "master", a.master, {N}, {DType::kF32}); return;
-    case MasterForm::kFp32Split: check_tensor("adamw_step", "master", a.master, {N}, {DType::kU16}); return;
+    case MasterForm::kFp32: check_tensor("adamw_step", "master", a.master, {N}, {DType::kU16}); return;
     case MasterForm::kFp24Split: check_tensor("adamw_step", "master", a.master, {N}, {DType::kU8}); return;
     case MasterForm::kBf16Sr:
     case MasterForm::kNone:
@@ -86,10 +85,8 @@ float smallest_moment_amax(DType format) {
 }
 
 OpCost cost_of(const AdamwStep& a) {
-  // With a master apart, the weight is only written.
-  const bool weight_read = a.master_form != MasterForm::kFp32;
-  return moved((weight_read ? 2 : 1) * bytes_of(a.weight) + 2 * bytes_of(a.master) + bytes_of(a.gradient) +
-                   2 * bytes_of(a.exp_avg) + 2 * bytes_of(a.exp_avg_sq),
+  return moved(2 * all_bytes(a.weight, a.master) + bytes_of(a.gradient) + 2 * bytes_of(a.exp_avg) +
+                   2 * bytes_of(a.exp_avg_sq),
                a.weight);
 }
 

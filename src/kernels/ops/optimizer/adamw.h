@@ -28,8 +28,7 @@ struct MomentView {
 inline constexpr int64_t kMomentGroup = 128;
 
 enum class MasterForm : uint8_t {
-  kFp32,       // separate fp32 master; the compute weight is its rounding (half away from zero)
-  kFp32Split,  // bf16 weight plus 16-bit remainder (core/split_float.h): bit for bit kFp32, in fewer bytes
+  kFp32,       // bf16 weight plus the 16 bits that it lacks of an fp32 master (core/split_float.h)
   kFp24Split,  // bf16 weight plus the 8 bits that it lacks of a 24-bit master, rounded by rounding_phase()
   kBf16Sr,     // bf16 only, updated with stochastic rounding
   kNone,       // the compute weight is fp32 and is its own master
@@ -43,7 +42,7 @@ enum class MasterForm : uint8_t {
 // A range that begins at a multiple of 128 elements can be stepped on its own, with the same result.
 struct AdamwStep {
   TensorView weight;  // [N] fp32 (kNone) or bf16, in/out: what the model computes with
-  // [N] fp32 (kFp32), uint16 or uint8 with the remainder's bits (kFp32Split, kFp24Split), or empty, in/out
+  // [N] uint16 or uint8 with the remainder's bits (kFp32, kFp24Split), or empty, in/out
   TensorView master;
   MasterForm master_form;
   TensorView gradient;    // [N] fp32 or bf16, in
