@@ -18,21 +18,19 @@ namespace parka::bench {
 
 struct StoredFormat {
   const char* name;
-  enum class Kind : uint8_t { kE4M3, kE5M2, kDynamic } kind;
+  enum class Kind : uint8_t { kE4M3, kDynamic } kind;
   bool expanded;
 };
 
-inline constexpr std::array<StoredFormat, 6> kStoredFormats = {{
+inline constexpr std::array<StoredFormat, 4> kStoredFormats = {{
     {"E4M3", StoredFormat::Kind::kE4M3, false},
     {"E4M3 expanded", StoredFormat::Kind::kE4M3, true},
-    {"E5M2", StoredFormat::Kind::kE5M2, false},
-    {"E5M2 expanded", StoredFormat::Kind::kE5M2, true},
     {"DE8", StoredFormat::Kind::kDynamic, false},
     {"DE8 expanded", StoredFormat::Kind::kDynamic, true},
 }};
-inline constexpr size_t kPlainE4M3 = 0, kExpandedE4M3 = 1, kDE8 = 4;  // in kStoredFormats
+inline constexpr size_t kPlainE4M3 = 0, kExpandedE4M3 = 1, kDE8 = 2;  // in kStoredFormats
 
-// What a moment's values are once they were stored in groups of 128 and read back. E4M3 and E5M2 go through the
+// What a moment's values are once they were stored in groups of 128 and read back. E4M3 goes through the
 // optimizer's own moment_encode and moment_decode.
 inline std::vector<float> stored_and_read(Device& device, std::vector<float>& values, const StoredFormat& format,
                                           bool is_second) {
@@ -48,10 +46,9 @@ inline std::vector<float> stored_and_read(Device& device, std::vector<float>& va
     });
     return stored;
   }
-  const DType dtype = format.kind == StoredFormat::Kind::kE4M3 ? DType::kE4M3 : DType::kE5M2;
   std::vector<uint8_t> codes(values.size()), exponent(static_cast<size_t>(groups));
   std::vector<float> amax(static_cast<size_t>(groups));
-  MomentView moment{{codes.data(), dtype, {N}}, {amax.data(), DType::kF32, {groups}}, {}};
+  MomentView moment{{codes.data(), DType::kE4M3, {N}}, {amax.data(), DType::kF32, {groups}}, {}};
   if (format.expanded) moment.exponent = {exponent.data(), DType::kU8, {groups}};
   const TensorView in(values.data(), DType::kF32, {N}), out(stored.data(), DType::kF32, {N});
   moment_encode(device, {.values = in, .moment = moment, .is_second = is_second});
@@ -87,7 +84,7 @@ struct MomentRanges {
       const GroupRange range = range_of(values.data() + first, std::min(kMomentGroup, N - first));
       if (range.is_empty()) continue;
       before.push_back(range.powers_of_two());
-      exponents.push_back(range_expansion_exponent(range.amax, range.amin, DType::kE4M3) / 16.0);
+      exponents.push_back(range_expansion_exponent(range.amax, range.amin) / 16.0);
       after.push_back(exponents.back() * before.back());
     }
   }

@@ -4,7 +4,6 @@
 
 #include <fmt/format.h>
 
-#include "core/dtype.h"
 #include "core/error.h"
 #include "kernels/device/device.h"
 
@@ -18,15 +17,13 @@ constexpr int64_t kNumGroups = 4000;
 
 struct Row {
   const GroupContent& content;
-  DType format;
   QuantizationError plain, expanded;
 };
 
 void print_markdown_row(const Row& row) {
-  fmt::print("| {} | {} | {:.2f} / {:.2f} % | {:.1f} / {:.1f} % | {:.1e} / {:.1e} |\n", row.content.name,
-             name_of(row.format), 100 * row.plain.rms_relative, 100 * row.expanded.rms_relative,
-             100 * row.plain.max_relative, 100 * row.expanded.max_relative, row.plain.normalised_mse,
-             row.expanded.normalised_mse);
+  fmt::print("| {} | {:.2f} / {:.2f} % | {:.1f} / {:.1f} % | {:.1e} / {:.1e} |\n", row.content.name,
+             100 * row.plain.rms_relative, 100 * row.expanded.rms_relative, 100 * row.plain.max_relative,
+             100 * row.expanded.max_relative, row.plain.normalised_mse, row.expanded.normalised_mse);
 }
 
 std::string json_of(const QuantizationError& error) {
@@ -35,25 +32,23 @@ std::string json_of(const QuantizationError& error) {
 }
 
 void print_json_row(const Row& row) {
-  fmt::print(R"({{"content": "{}", "format": "{}", "groups": {}, "plain": {}, "expanded": {}}})"
+  fmt::print(R"({{"content": "{}", "groups": {}, "plain": {}, "expanded": {}}})"
              "\n",
-             row.content.name, name_of(row.format), kNumGroups, json_of(row.plain), json_of(row.expanded));
+             row.content.name, kNumGroups, json_of(row.plain), json_of(row.expanded));
 }
 
 int print_all(bool json) {
   const auto device = make_cpu_device();
   if (!json) {
-    fmt::print("Stored as a first moment in groups of {}; each cell is plain / with range expansion.\n\n",
+    fmt::print("Stored as a first moment in E4M3, in groups of {}; each cell is plain / with range expansion.\n\n",
                kMomentGroup);
-    fmt::print("| group content | format | rms relative error | max relative error | normalised MSE |\n");
-    fmt::print("|---|---|---|---|---|\n");
+    fmt::print("| group content | rms relative error | max relative error | normalised MSE |\n");
+    fmt::print("|---|---|---|---|\n");
   }
-  for (DType format : {DType::kE4M3, DType::kE5M2}) {
-    for (const GroupContent& content : all_group_contents()) {
-      const Row row{content, format, quantization_error(*device, content, format, false, kNumGroups),
-                    quantization_error(*device, content, format, true, kNumGroups)};
-      json ? print_json_row(row) : print_markdown_row(row);
-    }
+  for (const GroupContent& content : all_group_contents()) {
+    const Row row{content, quantization_error(*device, content, false, kNumGroups),
+                  quantization_error(*device, content, true, kNumGroups)};
+    json ? print_json_row(row) : print_markdown_row(row);
   }
   return 0;
 }

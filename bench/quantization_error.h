@@ -63,9 +63,9 @@ struct QuantizationError {
   double normalised_mse;  // sum of (stored - x)^2 over sum of x^2
 };
 
-// Stores `num_groups` groups as a first moment in `format`, with or without range expansion, and reads them back.
-inline QuantizationError quantization_error(Device& device, const GroupContent& content, DType format,
-                                            bool expanded, int64_t num_groups) {
+// Stores `num_groups` groups as a first moment, with or without range expansion, and reads them back.
+inline QuantizationError quantization_error(Device& device, const GroupContent& content, bool expanded,
+                                            int64_t num_groups) {
   const int64_t N = num_groups * kMomentGroup;
   std::vector<float> values(static_cast<size_t>(N)), stored(static_cast<size_t>(N)),
       amax(static_cast<size_t>(num_groups));
@@ -73,7 +73,7 @@ inline QuantizationError quantization_error(Device& device, const GroupContent& 
   for (int64_t i = 0; i < N; ++i) {
     values[i] = group_element(content, static_cast<uint64_t>(i / kMomentGroup), i % kMomentGroup);
   }
-  MomentView moment{{codes.data(), format, {N}}, {amax.data(), DType::kF32, {num_groups}}, {}};
+  MomentView moment{{codes.data(), DType::kE4M3, {N}}, {amax.data(), DType::kF32, {num_groups}}, {}};
   if (expanded) moment.exponent = {exponent.data(), DType::kU8, {num_groups}};
   moment_encode(device, {.values = {values.data(), DType::kF32, {N}}, .moment = moment, .is_second = false});
   moment_decode(device, {.moment = moment, .values = {stored.data(), DType::kF32, {N}}});

@@ -17,7 +17,7 @@ std::vector<Storage> all_storages() {
     storages.push_back({master, {DType::kF32}, {DType::kF32}});
     storages.push_back({master, {DType::kBF16}, {DType::kBF16}, DType::kBF16});
     storages.push_back({master, {DType::kE4M3, false}, {DType::kE4M3, false}});
-    storages.push_back({master, {DType::kE4M3, true}, {DType::kE5M2, true}, DType::kBF16});
+    storages.push_back({master, {DType::kE4M3, true}, {DType::kE4M3, true}, DType::kBF16});
     storages.push_back({master, {DType::kE4M3, false}, {DType::kBF16}});
   }
   return storages;
@@ -31,10 +31,8 @@ std::vector<Storage> storages_of_all_kernels() {
       {{DType::kBF16}, {DType::kF32}},
       {{DType::kE4M3, false}, {DType::kE4M3, false}},
       {{DType::kE4M3, true}, {DType::kE4M3, true}},
-      {{DType::kE5M2, true}, {DType::kE5M2, true}},
-      {{DType::kE4M3, true}, {DType::kE5M2, true}},
       {{DType::kE4M3, false}, {DType::kBF16}},
-      {{DType::kE5M2, true}, {DType::kBF16}}};
+      {{DType::kE4M3, true}, {DType::kBF16}}};
   std::vector<Storage> storages;
   for (const MasterForm master : kMasterForms) {
     for (const DType gradient : {DType::kF32, DType::kBF16}) {

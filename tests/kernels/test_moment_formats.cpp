@@ -9,14 +9,7 @@ using namespace parka::test;
 namespace {
 
 // The code of a non-negative number.
-uint8_t nearest_code(double magnitude, DType format) {
-  const auto x = static_cast<float>(magnitude);
-  return format == DType::kE4M3 ? encode_e4m3(x).bits : encode_e5m2(x).bits;
-}
-
-double value_of(uint8_t code, DType format) {
-  return format == DType::kE4M3 ? decode_e4m3({code}) : decode_e5m2({code});
-}
+uint8_t nearest_code(double magnitude) { return encode_e4m3(static_cast<float>(magnitude)).bits; }
 
 }  // namespace
 
@@ -24,30 +17,25 @@ TEST_CASE("range_expansion_exponent is floor(16 log2(R) / log2(amax / amin)) wit
           "[kernels][moments]") {
   struct Case {
     float amax, amin;
-    DType format;
     int want;
   };
   const std::vector<Case> cases = {
-      {1.0f, 0.5f, DType::kE4M3, 255},   // 265 without the clamp
-      {4.0f, 1.0f, DType::kE4M3, 132},   // 16 * 16.6147 / 2
-      {316.0f, 1.0f, DType::kE4M3, 32},  // 316^2 is just below R = 100352
-      {317.0f, 1.0f, DType::kE4M3, 31},
-      {100352.0f, 1.0f, DType::kE4M3, 16},  // exactly R
-      {94000.0f, 1.0f, DType::kE4M3, 16},
-      {1e6f, 1.0f, DType::kE4M3, 16},                 // wider than R: never below k = 1
-      {3e38f, 1e-45f, DType::kE4M3, 16},              // the ratio is beyond fp32
-      {1.0f, 0.99999994f, DType::kE4M3, 255},         // one unit in the last place apart
-      {1.0491395f, 0.506443739f, DType::kE4M3, 253},  // 253.000008, but 252 from the fp32 ratio
-      {7.0f, 7.0f, DType::kE4M3, 16},
-      {0.0f, 0.0f, DType::kE4M3, 16},
-      {0x1p15f, 1.0f, DType::kE5M2, 32},        // R = 1.75 * 2^30: 32.86
-      {1879048192.0f, 1.0f, DType::kE5M2, 16},  // exactly R
-      {0x1p2f, 1.0f, DType::kE5M2, 246},
-      {3e38f, 1e-45f, DType::kE5M2, 16},
+      {1.0f, 0.5f, 255},   // 265 without the clamp
+      {4.0f, 1.0f, 132},   // 16 * 16.6147 / 2
+      {316.0f, 1.0f, 32},  // 316^2 is just below R = 100352
+      {317.0f, 1.0f, 31},
+      {100352.0f, 1.0f, 16},  // exactly R
+      {94000.0f, 1.0f, 16},
+      {1e6f, 1.0f, 16},                 // wider than R: never below k = 1
+      {3e38f, 1e-45f, 16},              // the ratio is beyond fp32
+      {1.0f, 0.99999994f, 255},         // one unit in the last place apart
+      {1.0491395f, 0.506443739f, 253},  // 253.000008, but 252 from the fp32 ratio
+      {7.0f, 7.0f, 16},
+      {0.0f, 0.0f, 16},
   };
   std::vector<int> got, want;
   for (const Case& c : cases) {
-    got.push_back(range_expansion_exponent(c.amax, c.amin, c.format));
+    got.push_back(range_expansion_exponent(c.amax, c.amin));
     want.push_back(c.want);
   }
   CHECK(got == want);
@@ -57,33 +45,28 @@ TEST_CASE("every code of every exponent decodes to amax (q / max)^(1 / k)", "[ke
   constexpr int64_t kCodes = 128;      // one group holds all magnitudes
   constexpr int64_t kExponents = 240;  // 16..255
   for (Device* device : devices()) {
-    for (DType format : {DType::kE4M3, DType::kE5M2}) {
-      const int max_code = float8_traits(format).max_code;
-      const double max = float8_traits(format).max;
-      std::vector<float> amax(kExponents), exponents(kExponents), codes;
-      for (int e = 0; e < kExponents; ++e) {
-        exponents[e] = static_cast<float>(e + 16);
-        amax[e] = 0.3f * static_cast<float>(e + 1);
-        for (int code = 0; code < kCodes; ++code) {
-          const auto bits = static_cast<uint8_t>(std::min(code, max_code) | (code % 2 == 0 ? 0 : 0x80));
-          codes.push_back(static_cast<float>(value_of(bits, format)));
-        }
+    std::vector<float> amax(kExponents), exponents(kExponents), codes;
+    for (int e = 0; e < kExponents; ++e) {
+      exponents[e] = static_cast<float>(e + 16);
+      amax[e] = 0.3f * static_cast<float>(e + 1);
+      for (int code = 0; code < kCodes; ++code) {
+        const int magnitude = std::min(code, int{kE4M3Traits.max_code});
+        codes.push_back(decode_e4m3({static_cast<uint8_t>(magnitude | (code % 2 == 0 ? 0 : 0x80))}));
       }
-      const TestTensor values(*device, format, {kExponents * kCodes}, codes),
-          scale(*device, DType::kF32, {kExponents}, amax), exponent(*device, DType::kU8, {kExponents}, exponents),
-          out(*device, DType::kF32, {kExponents * kCodes});
-      moment_decode(*device, {.moment = {values, scale, exponent}, .values = out});
-      const std::vector<float> decoded = out.host();
-      int64_t wrong = 0;
-      for (int64_t i = 0; i < kExponents * kCodes; ++i) {
-        const double k = exponents[i / kCodes] / 16.0, q = std::abs(double{codes[i]});
-        const double want = amax[i / kCodes] * std::pow(q / max, 1 / k);
-        wrong += !(std::abs(std::abs(decoded[i]) - want) <= decode_error(*device) * want);
-        wrong += q != 0 && std::signbit(decoded[i]) != std::signbit(codes[i]);
-      }
-      CAPTURE(name_of(format));
-      CHECK(wrong == 0);
     }
+    const TestTensor values(*device, DType::kE4M3, {kExponents * kCodes}, codes),
+        scale(*device, DType::kF32, {kExponents}, amax), exponent(*device, DType::kU8, {kExponents}, exponents),
+        out(*device, DType::kF32, {kExponents * kCodes});
+    moment_decode(*device, {.moment = {values, scale, exponent}, .values = out});
+    const std::vector<float> decoded = out.host();
+    int64_t wrong = 0;
+    for (int64_t i = 0; i < kExponents * kCodes; ++i) {
+      const double k = exponents[i / kCodes] / 16.0, q = std::abs(double{codes[i]});
+      const double want = amax[i / kCodes] * std::pow(q / kE4M3Traits.max, 1 / k);
+      wrong += !(std::abs(std::abs(decoded[i]) - want) <= decode_error(*device) * want);
+      wrong += q != 0 && std::signbit(decoded[i]) != std::signbit(codes[i]);
+    }
+    CHECK(wrong == 0);
   }
 }
 
@@ -91,7 +74,7 @@ TEST_CASE("codes equal those of a computation in double, but for 2^-18 around ro
           "[kernels][moments]") {
   for (Device* device : devices()) {
     for (const MomentStorage& storage : kFloat8Storages) {
-      const double max = float8_traits(storage.format).max;
+      const double max = kE4M3Traits.max;
       int64_t outside = 0, different = 0, total = 0;
       for (double ratio : {1.2, 2.0, 8.0, 100.0, 3e4, 1e9}) {
         const auto x = with_random_signs(log_uniform(64 * kMomentGroup, 1e-7, ratio, 21), 22);
@@ -101,14 +84,13 @@ TEST_CASE("codes equal those of a computation in double, but for 2^-18 around ro
           const double fraction = std::abs(double{x[i]}) / stored.amax[group];
           const double exact = max * std::pow(fraction, stored.exponent[group] / 16.0);
           const uint8_t code = stored.codes[i] & 0x7fu;
-          outside += code < nearest_code(exact * (1 - 0x1p-18), storage.format) ||
-                     code > nearest_code(exact * (1 + 0x1p-18), storage.format);
-          different += code != nearest_code(exact, storage.format);
+          outside += code < nearest_code(exact * (1 - 0x1p-18)) || code > nearest_code(exact * (1 + 0x1p-18));
+          different += code != nearest_code(exact);
           outside += code != 0 && (stored.codes[i] >> 7 != 0) != std::signbit(x[i]);
         }
         total += static_cast<int64_t>(x.size());
       }
-      CAPTURE(name_of(storage.format), storage.expanded, different, total);
+      CAPTURE(storage.expanded, different, total);
       CHECK(outside == 0);
       CHECK(different <= total / 2000);
     }
@@ -118,24 +100,21 @@ TEST_CASE("codes equal those of a computation in double, but for 2^-18 around ro
 TEST_CASE("the largest member of a group is stored exactly and the smallest survives expansion",
           "[kernels][moments]") {
   for (Device* device : devices()) {
-    for (DType format : {DType::kE4M3, DType::kE5M2}) {
-      int64_t wrong = 0;
-      for (double ratio : {1.5, 10.0, 1e3, 9e4}) {
-        const auto x = with_random_signs(log_uniform(40 * kMomentGroup + 17, 3e-9, ratio, 31), 32);
-        const StoredMoment stored = store_and_read(*device, x, {format, true}, /*is_second=*/false);
-        for (size_t begin = 0; begin < x.size(); begin += kMomentGroup) {
-          const size_t end = std::min(begin + kMomentGroup, x.size());
-          const auto smaller = [](float a, float b) { return std::abs(a) < std::abs(b); };
-          const size_t largest =
-              static_cast<size_t>(std::max_element(x.begin() + begin, x.begin() + end, smaller) - x.begin());
-          wrong += stored.values[largest] != x[largest];
-          wrong += stored.amax[begin / kMomentGroup] != std::abs(x[largest]);
-          for (size_t i = begin; i < end; ++i) wrong += (stored.codes[i] & 0x7fu) < 2;
-        }
+    int64_t wrong = 0;
+    for (double ratio : {1.5, 10.0, 1e3, 9e4}) {
+      const auto x = with_random_signs(log_uniform(40 * kMomentGroup + 17, 3e-9, ratio, 31), 32);
+      const StoredMoment stored = store_and_read(*device, x, {DType::kE4M3, true}, /*is_second=*/false);
+      for (size_t begin = 0; begin < x.size(); begin += kMomentGroup) {
+        const size_t end = std::min(begin + kMomentGroup, x.size());
+        const auto smaller = [](float a, float b) { return std::abs(a) < std::abs(b); };
+        const size_t largest =
+            static_cast<size_t>(std::max_element(x.begin() + begin, x.begin() + end, smaller) - x.begin());
+        wrong += stored.values[largest] != x[largest];
+        wrong += stored.amax[begin / kMomentGroup] != std::abs(x[largest]);
+        for (size_t i = begin; i < end; ++i) wrong += (stored.codes[i] & 0x7fu) < 2;
       }
-      CAPTURE(name_of(format));
-      CHECK(wrong == 0);
     }
+    CHECK(wrong == 0);
   }
 }
 
@@ -185,7 +164,7 @@ TEST_CASE("range expansion reaches the published errors", "[kernels][moments]") 
   for (size_t i = 0; i < contents.size(); ++i) {
     const bool is_relative = contents[i].kind == bench::GroupContent::Kind::kLogUniform;
     const auto figure = [&](bool expanded) {
-      const auto error = bench::quantization_error(device, contents[i], DType::kE4M3, expanded, 250);
+      const auto error = bench::quantization_error(device, contents[i], expanded, 250);
       return is_relative ? 100 * error.rms_relative : error.normalised_mse;
     };
     const double plain = figure(false), expanded = figure(true);

@@ -13,8 +13,6 @@ namespace {
 constexpr float kInfinity = std::numeric_limits<float>::infinity();
 constexpr float kNan = std::numeric_limits<float>::quiet_NaN();
 
-uint8_t max_code(DType format) { return float8_traits(format).max_code; }
-
 // Every device in turn: the test case runs once for each.
 Device& any_device() { return *GENERATE(from_range(devices())); }
 
@@ -23,7 +21,7 @@ template <typename Check>
 void for_each_storage(Check check) {
   for (const MomentStorage& storage : kFloat8Storages) {
     for (bool is_second : {false, true}) {
-      CAPTURE(name_of(storage.format), storage.expanded, is_second);
+      CAPTURE(storage.expanded, is_second);
       check(storage, is_second);
     }
   }
@@ -50,13 +48,13 @@ TEST_CASE("hazard: a group of one magnitude has an infinite exponent", "[kernels
     for (uint64_t n = 0; n < 200; ++n) {
       // Random constants, half of them rounded to bf16 as equal gradients are; whole groups and tails of one.
       float constant = std::exp(20.0f * static_cast<float>(philox_normal2(1, 0, n)[0]) - 20.0f);
-      constant = std::max(constant, smallest_moment_amax(storage.format));
+      constant = std::max(constant, kSmallestMomentAmax);
       if (n % 2 == 0) constant = decode_bf16(encode_bf16_round_up(constant));
       std::vector<float> x(n % 3 == 0 ? 1 : n % 3 == 1 ? 128 : 129, constant);
       if (!is_second) x = with_random_signs(x, n);
       const StoredMoment stored = store_and_read(device, x, storage, is_second);
       wrong += !same_bits(stored.values, x) || !stored.guard_intact;
-      for (uint8_t code : stored.codes) wrong += (code & 0x7fu) != max_code(storage.format);
+      for (uint8_t code : stored.codes) wrong += (code & 0x7fu) != kE4M3Traits.max_code;
       for (uint8_t exponent : stored.exponent) wrong += exponent != 16;
     }
     CHECK(wrong == 0);
@@ -132,7 +130,7 @@ TEST_CASE("hazard: a nonzero second moment stored as zero explodes the update", 
   Device& device = any_device();
   CAPTURE(device.name());
   for (const MomentStorage& storage : kFloat8Storages) {
-    CAPTURE(name_of(storage.format), storage.expanded);
+    CAPTURE(storage.expanded);
     std::vector<float> v = log_uniform(1000, 1e-30, 1e30, 6);
     for (size_t i = 0; i < v.size(); i += 10) v[i] = 0;
     v[1] = std::numeric_limits<float>::denorm_min();
@@ -173,7 +171,7 @@ TEST_CASE("hazard: groups below the smallest amax, subnormals included, keep the
   Device& device = any_device();
   CAPTURE(device.name());
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
-    const float smallest = smallest_moment_amax(storage.format);
+    const float smallest = kSmallestMomentAmax;
     int64_t wrong = 0;
     for (float largest :
          {0.99f * smallest, smallest * 0x1p-10f, 0x1p-130f, std::numeric_limits<float>::denorm_min()}) {
@@ -197,7 +195,7 @@ TEST_CASE("hazard: a group wider than the format compresses everything to save i
   Device& device = any_device();
   CAPTURE(device.name());
   for_each_storage([&](const MomentStorage& storage, bool is_second) {
-    const Float8Traits& traits = float8_traits(storage.format);
+    constexpr Float8Traits traits = kE4M3Traits;
     const auto x = log_uniform(4 * kMomentGroup, 1e-20, 1e15, 9);
     const StoredMoment stored = store_and_read(device, x, storage, is_second);
     const double half_step = std::ldexp(1.0, -traits.mantissa_bits - 1);  // largest relative error of a normal code
@@ -218,7 +216,6 @@ TEST_CASE("hazard: the product of maximum and minimum leaves the range of fp32",
     CAPTURE(largest);
     const auto x = log_uniform(kMomentGroup, largest / 30, 30.0, 10);
     CHECK(rms_relative_error(store_and_read(device, x, {DType::kE4M3, true}, true).values, x) < 0.013);
-    CHECK(rms_relative_error(store_and_read(device, x, {DType::kE5M2, true}, true).values, x) < 0.011);
   }
 }
 
@@ -243,21 +240,6 @@ TEST_CASE("hazard: a NaN or infinite moment is stored and poisons its group for 
   });
 }
 
-TEST_CASE("hazard: an E5M2 second moment is scaled to E4M3's 448", "[kernels][hazards]") {
-  Device& device = any_device();
-  CAPTURE(device.name());
-  const auto v = log_uniform(50 * kMomentGroup, 1e-12, 1e3, 11);
-  const StoredMoment plain = store_and_read(device, v, {DType::kE5M2, false}, true);
-  const StoredMoment expanded = store_and_read(device, v, {DType::kE5M2, true}, true);
-  const uint8_t largest = *std::max_element(plain.codes.begin(), plain.codes.end());
-  CHECK(largest == 0x7b);
-  CHECK(std::count(plain.codes.begin(), plain.codes.end(), 0x7b) >= 50);
-  CHECK(rms_relative_error(plain.values, v) < 0.054);
-  CHECK(rms_relative_error(expanded.values, v) < 0.020);
-  // 57344 over its smallest subnormal, halved: k = 30.8 / log2(1e3) = 3.09
-  CHECK(std::abs(expanded.exponent[0] - 49) <= 2);
-}
-
 TEST_CASE("hazard: codes that are not finite", "[kernels][hazards]") {
   Device& device = any_device();
   CAPTURE(device.name());
@@ -267,7 +249,7 @@ TEST_CASE("hazard: codes that are not finite", "[kernels][hazards]") {
       auto x = log_uniform(777, 1e-6, seed % 2 == 0 ? 1.001 : 1e6, seed);
       if (!is_second) x = with_random_signs(x, seed);
       for (uint8_t code : store_and_read(device, x, storage, is_second).codes) {
-        wrong += (code & 0x7fu) > max_code(storage.format);
+        wrong += (code & 0x7fu) > kE4M3Traits.max_code;
       }
     }
     CHECK(wrong == 0);

@@ -55,7 +55,7 @@ class SavedMoment {
     const auto is = [](const SafetensorsEntry& entry, int64_t count) {
       return entry.shape == std::vector<int64_t>{count};
     };
-    const bool coded = is_float8(values_.dtype);
+    const bool coded = values_.dtype == DType::kE4M3;
     if (!is(values_, numel) || (!coded && values_.dtype != DType::kF32 && values_.dtype != DType::kBF16)) {
       refuse(values_);
     }

@@ -45,13 +45,11 @@ void for_each_group(int64_t numel, const std::function<void(const GroupRange&)>&
 // memory, and the others have only zeros.
 class RootTable {
  public:
-  explicit RootTable(DType format) : roots_(256 * kCodes) {
-    const double max = float8_traits(format).max;
+  RootTable() : roots_(256 * kCodes) {
     for (int exponent = 16; exponent < 256; ++exponent) {
-      for (int code = 0; code <= float8_traits(format).max_code; ++code) {
-        const auto bits = static_cast<uint8_t>(code);
-        const double q = format == DType::kE4M3 ? decode_e4m3({bits}) : decode_e5m2({bits});
-        roots_[exponent * kCodes + code] = static_cast<float>(std::pow(q / max, 16.0 / exponent));
+      for (int code = 0; code <= kE4M3Traits.max_code; ++code) {
+        const double q = decode_e4m3({static_cast<uint8_t>(code)});
+        roots_[exponent * kCodes + code] = static_cast<float>(std::pow(q / kE4M3Traits.max, 16.0 / exponent));
       }
     }
   }
@@ -62,11 +60,6 @@ class RootTable {
   std::vector<float> roots_;
 };
 
-const RootTable& root_table(DType format) {
-  static const RootTable e4m3(DType::kE4M3), e5m2(DType::kE5M2);
-  return format == DType::kE4M3 ? e4m3 : e5m2;
-}
-
 uint8_t* code_bytes(const TensorView& codes) { return static_cast<uint8_t*>(codes.data); }
 
 void read_moment(const MomentView& moment, const GroupRange& range, float* out) {
@@ -76,7 +69,8 @@ void read_moment(const MomentView& moment, const GroupRange& range, float* out) 
   }
   const float amax = moment.amax.as<float>()[range.group()];
   const uint8_t exponent = moment.exponent.empty() ? 16 : moment.exponent.as<uint8_t>()[range.group()];
-  const float* roots = root_table(moment.values.dtype).of_exponent(exponent);
+  static const RootTable table;
+  const float* roots = table.of_exponent(exponent);
   const uint8_t* codes = code_bytes(moment.values) + range.begin;
   for (int64_t i = 0; i < range.count; ++i) {
     const float magnitude = amax * roots[codes[i] & 0x7fu];
@@ -111,12 +105,10 @@ void expand(const float* x, int64_t count, float amax, uint8_t exponent, float* 
   for (int64_t i = 0; i < count; ++i) out[i] = exp2_of_negative(k * log2_of_fraction(out[i]));
 }
 
-template <typename Encode>
-void write_codes(const float* x, const float* fractions, int64_t count, float max, uint8_t smallest_code,
-                 Encode encode, uint8_t* codes) {
+void write_codes(const float* x, const float* fractions, int64_t count, uint8_t smallest_code, uint8_t* codes) {
   for (int64_t i = 0; i < count; ++i) {
     const uint32_t bits = std::bit_cast<uint32_t>(x[i]);
-    const uint8_t rounded = encode(max * fractions[i]).bits;
+    const uint8_t rounded = encode_e4m3(kE4M3Traits.max * fractions[i]).bits;
     const uint8_t at_least = (bits & kMagnitudeBits) != 0 ? smallest_code : uint8_t{0};
     const uint8_t magnitude = std::max(rounded, at_least);
     const auto sign = static_cast<uint8_t>((bits >> 24) & 0x80u);
@@ -125,8 +117,7 @@ void write_codes(const float* x, const float* fractions, int64_t count, float ma
 }
 
 void write_moment(const float* x, const GroupRange& range, bool is_second, const MomentView& moment) {
-  const DType format = moment.values.dtype;
-  if (!is_float8(format)) {
+  if (!is_float8(moment.values.dtype)) {
     encode_elements(x, range.begin, range.count, moment.values);
     return;
   }
@@ -135,19 +126,13 @@ void write_moment(const float* x, const GroupRange& range, bool is_second, const
     throw_internal("moment is not finite in elements {} to {}", range.begin, range.begin + range.count - 1);
   }
   const bool zeros = found.amax == 0;
-  const float amax = zeros ? 0.0f : std::max(found.amax, smallest_moment_amax(format));
+  const float amax = zeros ? 0.0f : std::max(found.amax, kSmallestMomentAmax);
   const uint8_t exponent =
-      zeros || moment.exponent.empty() ? uint8_t{16} : range_expansion_exponent(amax, found.amin, format);
+      zeros || moment.exponent.empty() ? uint8_t{16} : range_expansion_exponent(amax, found.amin);
   GroupValues fractions;
   expand(x, range.count, zeros ? 1.0f : amax, exponent, fractions.data());
 
-  uint8_t* codes = code_bytes(moment.values) + range.begin;
-  const uint8_t smallest_code = is_second ? 1 : 0;
-  if (format == DType::kE4M3) {
-    write_codes(x, fractions.data(), range.count, kE4M3Traits.max, smallest_code, encode_e4m3, codes);
-  } else {
-    write_codes(x, fractions.data(), range.count, kE5M2Traits.max, smallest_code, encode_e5m2, codes);
-  }
+  write_codes(x, fractions.data(), range.count, is_second ? 1 : 0, code_bytes(moment.values) + range.begin);
   moment.amax.as<float>()[range.group()] = amax;
   if (!moment.exponent.empty()) moment.exponent.as<uint8_t>()[range.group()] = exponent;
 }

@@ -8,8 +8,8 @@
 #include "kernels/cuda/optimizer/block_scheduler.cuh"
 
 // A warp takes one group of 128 elements, or several: it reads them of every tensor as fp32, updates them and
-// writes them back. There are two kernels: adamw_fp8_kernel for whole blocks of elements with expanded fp8 moments
-// of one format, and adamw_kernel for everything else.
+// writes them back. There are two kernels: adamw_fp8_kernel for whole blocks of elements with expanded fp8
+// moments, and adamw_kernel for everything else.
 namespace parka::cuda {
 namespace {
 
@@ -77,8 +77,8 @@ __device__ Tensors of_block(const Tensors& tensors, int block) {
   return moved;
 }
 
-// The fast step with fp8 moments, of `count` times Part::kBlockElements elements of aligned tensors: both moments
-// have one format, whose table of roots every block copies to its shared memory, so there is one block for each SM.
+// The fast step with fp8 moments, of `count` times Part::kBlockElements elements of aligned tensors: every block
+// copies the table of roots to its shared memory, so there is one block for each SM.
 //
 // A warp loads its next elements while it encodes; asynchronous copies all the time are slower. Dynamic scheduling
 // matters: with equal shares for all warps, some multiprocessors wait for others during 8 % of the time. After
@@ -108,7 +108,7 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
 
   extern __shared__ uint4 shared[];
   auto& roots = *reinterpret_cast<RootTable*>(shared);
-  copy_roots<Part::kThreads>(kRootTable<typename decltype(Tensors::exp_avg)::Format>, roots);
+  copy_roots<Part::kThreads>(kRootTable, roots);
   __syncthreads();
 
   typename Tensors::LargestWeight largest;
@@ -184,19 +184,16 @@ void with_plain_moment(const MomentView& moment, const F& f) {
     f(PlainMoment<T, SmallPart>{moment.values.as<T>()});
   });
 }
-template <bool kIsSecond, typename F>
-void with_fp8_moment(const MomentView& moment, const F& f) {
-  with_float8_type(moment.values.dtype,
-                   [&](auto type) { f(Fp8Moment<decltype(type), SmallPart, kIsSecond, false>(moment)); });
-}
+template <bool kIsSecond>
+using SmallFp8Moment = Fp8Moment<SmallPart, kIsSecond, false>;
 template <typename F>
 void with_moment(const MomentView& moment, bool is_second, const F& f) {
   if (!is_float8(moment.values.dtype)) {
     with_plain_moment(moment, f);
   } else if (is_second) {
-    with_fp8_moment<true>(moment, f);
+    f(SmallFp8Moment<true>(moment));
   } else {
-    with_fp8_moment<false>(moment, f);
+    f(SmallFp8Moment<false>(moment));
   }
 }
 
@@ -241,8 +238,7 @@ void step_with_plain_moments(CudaDevice& device, const AdamwStep& a) {
 // Elements that the fast step can have, from the first on. Without range expansion there is one row of roots, which
 // any cache holds.
 int64_t num_fast_elements(const CudaDevice& device, const AdamwStep& a) {
-  const bool can = a.exp_avg.values.dtype == a.exp_avg_sq.values.dtype && !a.exp_avg.exponent.empty() &&
-                   !a.exp_avg_sq.exponent.empty() && is_aligned_for<LargePart>(a) &&
+  const bool can = !a.exp_avg.exponent.empty() && !a.exp_avg_sq.exponent.empty() && is_aligned_for<LargePart>(a) &&
                    device.properties().sharedMemPerBlockOptin >= sizeof(RootTable);
   return can ? a.weight.numel() / LargePart::kBlockElements * LargePart::kBlockElements : 0;
 }
@@ -251,33 +247,29 @@ void fast_step(CudaDevice& device, const AdamwStep& a, int64_t num_elements) {
   const int count = static_cast<int>(num_elements / LargePart::kBlockElements);
   const int blocks = std::min(count, device.num_multiprocessors());
   with_weights_and_gradient(a, [&](auto weights, auto gradient) {
-    with_float8_type(a.exp_avg.values.dtype, [&](auto type) {
-      using F8 = decltype(type);
-      const Tensors tensors{weights, gradient, Fp8Moment<F8, LargePart, false, true>(a.exp_avg),
-                            Fp8Moment<F8, LargePart, true, true>(a.exp_avg_sq)};
-      auto* const kernel = adamw_fp8_kernel<std::remove_const_t<decltype(tensors)>>;
-      constexpr int kSharedBytes = sizeof(RootTable);
-      check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "adamw_step");
-      launch_early(device, "adamw_step", kernel, {blocks, LargePart::kThreads, kSharedBytes}, tensors,
-                   a.grad_scale.as<float>(), optional<float>(a.weight_amax), UpdateConstants(a), count,
-                   device.counters());
-    });
+    const Tensors tensors{weights, gradient, Fp8Moment<LargePart, false, true>(a.exp_avg),
+                          Fp8Moment<LargePart, true, true>(a.exp_avg_sq)};
+    auto* const kernel = adamw_fp8_kernel<std::remove_const_t<decltype(tensors)>>;
+    constexpr int kSharedBytes = sizeof(RootTable);
+    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "adamw_step");
+    launch_early(device, "adamw_step", kernel, {blocks, LargePart::kThreads, kSharedBytes}, tensors,
+                 a.grad_scale.as<float>(), optional<float>(a.weight_amax), UpdateConstants(a), count,
+                 device.counters());
   });
 }
 
 // What the fast step leaves: the elements behind `num_fast`, the last ones of a tensor, or all where it cannot be.
 void step_rest(CudaDevice& device, const AdamwStep& a, int64_t num_fast) {
   with_weights(a, [&](auto weights) {
-    with_fp8_moment<false>(a.exp_avg, [&](auto exp_avg) {
-      const auto step_with = [&](auto exp_avg_sq) {
-        launch_step(device, a, Tensors{weights, AnyGradient(a.gradient), exp_avg, exp_avg_sq}, num_fast);
-      };
-      if (is_float8(a.exp_avg_sq.values.dtype)) {
-        with_fp8_moment<true>(a.exp_avg_sq, step_with);
-      } else {
-        step_with(PlainMoment<BFloat16, SmallPart>{a.exp_avg_sq.values.as<BFloat16>()});
-      }
-    });
+    const auto step_with = [&](auto exp_avg_sq) {
+      const Tensors tensors{weights, AnyGradient(a.gradient), SmallFp8Moment<false>(a.exp_avg), exp_avg_sq};
+      launch_step(device, a, tensors, num_fast);
+    };
+    if (is_float8(a.exp_avg_sq.values.dtype)) {
+      step_with(SmallFp8Moment<true>(a.exp_avg_sq));
+    } else {
+      step_with(PlainMoment<BFloat16, SmallPart>{a.exp_avg_sq.values.as<BFloat16>()});
+    }
   });
 }
 

@@ -30,24 +30,23 @@ struct PlainMoment {
 
 // kOfFastStep: there is range expansion, and no second moment has a sign, as none that AdamW makes does. Otherwise
 // that is found at run time.
-template <typename F8, typename Part_, bool kIsSecond, bool kOfFastStep>
+template <typename Part_, bool kIsSecond, bool kOfFastStep>
 struct Fp8Moment {
   static constexpr bool kSigned = !(kIsSecond && kOfFastStep);
-  using Format = F8;
   using Part = Part_;
   using Values = PartValues<Part>;
   struct StoredValues {
-    StoredPart<F8, Part> codes;
+    StoredPart<Float8E4M3, Part> codes;
     float amax;
     uint32_t exponent;
   };
 
-  F8* codes_N;
+  Float8E4M3* codes_N;
   float* amax_G;
   uint8_t* exponent_G;  // null without range expansion
 
   explicit Fp8Moment(const MomentView& moment)
-      : codes_N(moment.values.as<F8>()),
+      : codes_N(moment.values.as<Float8E4M3>()),
         amax_G(moment.amax.as<float>()),
         exponent_G(moment.exponent.empty() ? nullptr : moment.exponent.as<uint8_t>()) {}
 
@@ -101,20 +100,20 @@ struct Fp8Moment {
 
   template <bool kWhole>
   __device__ void store(const Part& part, const Values& x, const MomentExtremes& found) const {
-    const float amax = fmaxf(found.amax, kSmallestAmax<F8>);
-    const float exponent = is_expanded() ? moment_exponent<F8>(amax, found.amin) : float{kLeastExponent};
-    const MomentGroup<F8> group(amax, exponent);
+    const float amax = fmaxf(found.amax, kSmallestMomentAmax);
+    const float exponent = is_expanded() ? moment_exponent(amax, found.amin) : float{kLeastExponent};
+    const MomentGroup group(amax, exponent);
     float values[kWords][4];
     for_each_element<Part>([&](int pack, int i) { values[pack * kPackWords + i / 4][i % 4] = x[pack][i]; });
     uint32_t words[kWords];
-    encode_moment<F8, kIsSecond, kSigned>(values, group, words);
-    StoredPart<F8, Part> codes;
+    encode_moment<kIsSecond, kSigned>(values, group, words);
+    StoredPart<Float8E4M3, Part> codes;
 #pragma unroll
     for (int word = 0; word < kWords; ++word) codes.pack[word / kPackWords].word[word % kPackWords] = words[word];
     store_part<kWhole>(codes_N, part, codes);
     // What is not finite, which no step makes, becomes zeros: stored, it would be read back at every step after.
     const bool is_finite = found.amax <= std::numeric_limits<float>::max();
-    if (!is_finite) store_part<kWhole>(codes_N, part, StoredPart<F8, Part>{});
+    if (!is_finite) store_part<kWhole>(codes_N, part, StoredPart<Float8E4M3, Part>{});
     if (Part::lane() == 0 && (kWhole || part.has_group())) {
       *amax_G = is_finite && found.amax != 0.0f ? amax : 0.0f;
       if (is_expanded()) *exponent_G = static_cast<uint8_t>(is_finite ? exponent : kLeastExponent);
@@ -124,7 +123,7 @@ struct Fp8Moment {
   // The whole way from and to memory.
   template <bool kWhole>
   __device__ void read(const Part& part, Values& x) const {
-    decode(load<kWhole>(part), kRootTable<F8>, x);
+    decode(load<kWhole>(part), kRootTable, x);
   }
   template <bool kWhole>
   __device__ void write(const Part& part, const Values& x) const {

@@ -51,7 +51,8 @@ struct RootTable {
 
   float root[kRows][kMagnitudes];
 
-  constexpr explicit RootTable(const Float8Traits& traits) : root{} {
+  constexpr RootTable() : root{} {
+    constexpr Float8Traits traits = kE4M3Traits;
     const int mantissas = 1 << traits.mantissa_bits;
     for (int code = 1; code < kMagnitudes; ++code) {
       // In units of the smallest subnormal: a mantissa, and from the second exponent on its leading one.
@@ -68,8 +69,7 @@ struct RootTable {
   }
 };
 
-template <typename F8>
-__device__ constexpr RootTable kRootTable(kFloat8Traits<F8>);
+__device__ constexpr RootTable kRootTable;
 
 // Copies a table, by a block of kThreads.
 template <int kThreads>
@@ -167,21 +167,12 @@ constexpr float kLargestReciprocal = 0x1p125f;  // numbers below this have a rec
 // ---- Encoding ----
 
 // log2 of the range that a group is expanded to, as in range_expansion_exponent.
-template <typename F8>
-constexpr double kLog2Range = std::is_same_v<F8, Float8E4M3>
-                                  ? detail::log2_of(448.0 * 448.0 / 2)
-                                  : detail::log2_of(kE5M2Traits.max / kE5M2Traits.min_subnormal / 2);
+constexpr double kLog2Range = detail::log2_of(448.0 * 448.0 / 2);
 
-// smallest_moment_amax(format)
-template <typename F8>
-constexpr float kSmallestAmax = std::numeric_limits<float>::min() *
-                                (kFloat8Traits<F8>.max / kFloat8Traits<F8>.min_subnormal);
-
-// range_expansion_exponent(amax, amin, format) as a float, for finite amax > 0 and amin >= 0. amin = 0, which only
+// range_expansion_exponent(amax, amin) as a float, for finite amax > 0 and amin >= 0. amin = 0, which only
 // a group of zeros has, gives 16.
-template <typename F8>
 __device__ inline float moment_exponent(float amax, float amin) {
-  constexpr auto kScaledRange = static_cast<float>(16.0 * kLog2Range<F8>);
+  constexpr auto kScaledRange = static_cast<float>(16.0 * kLog2Range);
   // Just inside the integers that they round down to: there the two estimates below never disagree.
   constexpr float kLeast = kLeastExponent + 0x1p-10f, kMost = kMostExponent + 0.5f;
   constexpr float kWhole = 0x1p23f;  // sums with it are whole numbers, here rounded down
@@ -193,7 +184,7 @@ __device__ inline float moment_exponent(float amax, float amin) {
   const float low = __fmaf_rd(estimate, 1.0f - 0x1p-20f, kWhole);
   const float high = __fmaf_rd(estimate, 1.0f + 0x1p-20f, kWhole);
   if (low == high && amin < kLargestReciprocal) return amax <= amin ? float{kLeastExponent} : low - kWhole;
-  const double exact = floor(16.0 * kLog2Range<F8> / log2(double{amax} / double{amin}));
+  const double exact = floor(16.0 * kLog2Range / log2(double{amax} / double{amin}));
   return static_cast<float>(fmin(fmax(exact, double{kLeastExponent}), double{kMostExponent}));
 }
 
@@ -205,28 +196,24 @@ struct MomentExtremes {
 };
 
 // The code of one number, by the defined operations. 0x80 for what rounds to zero from below.
-template <typename F8>
-__device__ __noinline__ uint32_t defined_moment_code(float x, float amax, float k) {
+__device__ __noinline__ inline uint32_t defined_moment_code(float x, float amax, float k) {
   float fraction = __fdiv_rn(fabsf(x), amax);
   if (k != 1.0f) fraction = exp2_of_negative(__fmul_rn(k, log2_of_fraction(fraction)));
-  const float scaled = copysignf(__fmul_rn(kFloat8Traits<F8>.max, fraction), x);
-  return __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, kFloat8Kind<F8>);
+  const float scaled = copysignf(__fmul_rn(kE4M3Traits.max, fraction), x);
+  return __nv_cvt_float_to_fp8(scaled, __NV_SATFINITE, __NV_E4M3);
 }
 
 // How far from each other, relatively, max * (|x| / amax)^k may be as approximated here and as defined, where it is
 // not so small that both round to 0: kToleranceUnit * (kToleranceBase + k). In units of 2^-22, with |y| = |log2| of
-// the power at most 18.8 (E4M3) or 32.8 (E5M2), E5M2's figures in brackets:
-//   here:   3 / 4 k from the division, 13.1 (22.8) from log2, 4.2 (5.6) from rounding y, 1.5 from the rest
-//   there:  1 / 4 k from the division, 9.3 (16.2) from log2 (its error is 0.46 of its result or less: measured) and
+// the power at most 18.8:
+//   here:   3 / 4 k from the division, 13.1 from log2, 4.2 from rounding y, 1.5 from the rest
+//   there:  1 / 4 k from the division, 9.3 from log2 (its error is 0.46 of its result or less: measured) and
 //           rounding y, 0.7 from the rest
 // Where |log2| of the fraction is below 1, the errors of log2 are below 1 and 0.57 absolutely, and so less than
 // that.
-constexpr float kToleranceUnit = 0x1p-22f;
-template <typename F8>
-constexpr float kToleranceBase = std::is_same_v<F8, Float8E4M3> ? 30.0f : 48.0f;
+constexpr float kToleranceUnit = 0x1p-22f, kToleranceBase = 30.0f;
 
 // What all codes of a group have in common.
-template <typename F8>
 struct MomentGroup {
   float amax;  // as stored; in a group of zeros any other number than 0
   float k;
@@ -237,10 +224,10 @@ struct MomentGroup {
   __device__ MomentGroup(float amax_, float exponent)
       : amax(amax_), k(exponent * (1.0f / 16)), inverse(approximate_reciprocal(amax_)) {
     constexpr double kLog2E = 1.0 / detail::kLn2;
-    constexpr double kLog2Max = detail::log2_of(kFloat8Traits<F8>.max);
-    constexpr auto kLog2Low = static_cast<float>(kLog2Max - kLog2E * kToleranceUnit * kToleranceBase<F8>);
+    constexpr double kLog2Max = detail::log2_of(kE4M3Traits.max);
+    constexpr auto kLog2Low = static_cast<float>(kLog2Max - kLog2E * kToleranceUnit * kToleranceBase);
     log2_low = __fmaf_rn(k, static_cast<float>(-kLog2E * kToleranceUnit), kLog2Low);
-    low_to_high = __fmaf_rn(k, 2 * kToleranceUnit, 1.0f + 2 * kToleranceUnit * kToleranceBase<F8>);
+    low_to_high = __fmaf_rn(k, 2 * kToleranceUnit, 1.0f + 2 * kToleranceUnit * kToleranceBase);
     // The reciprocal is 0 here, and so are the powers, whose product with infinity is NaN: all codes are in doubt.
     if (amax_ >= kLargestReciprocal) low_to_high = std::numeric_limits<float>::infinity();
   }
@@ -251,8 +238,8 @@ struct MomentGroup {
 //
 // Each number's power is taken at both ends of the tolerance; where their codes differ, the defined operations
 // decide, for about one number in 5000.
-template <typename F8, bool kIsSecond, bool kSigned, int kWords>
-__device__ inline void encode_moment(const float (&x)[kWords][4], const MomentGroup<F8>& group,
+template <bool kIsSecond, bool kSigned, int kWords>
+__device__ inline void encode_moment(const float (&x)[kWords][4], const MomentGroup& group,
                                      uint32_t (&codes)[kWords]) {
   constexpr uint32_t kSigns = 0x80808080u, kMagnitudesOf = ~kSigns;
   uint32_t undecided[kWords], any_undecided = 0, any_zero = 0;
@@ -265,8 +252,8 @@ __device__ inline void encode_moment(const float (&x)[kWords][4], const MomentGr
       low[i] = approximate_exp2(__fmaf_rn(group.k, log2_fraction, group.log2_low));
       high[i] = __fmul_rn(low[i], group.low_to_high);
     }
-    codes[word] = encode_float8x4<F8>(low[0], low[1], low[2], low[3]);
-    undecided[word] = codes[word] ^ encode_float8x4<F8>(high[0], high[1], high[2], high[3]);
+    codes[word] = encode_float8x4<Float8E4M3>(low[0], low[1], low[2], low[3]);
+    undecided[word] = codes[word] ^ encode_float8x4<Float8E4M3>(high[0], high[1], high[2], high[3]);
     any_undecided |= undecided[word];
   }
   if (__any_sync(kFullWarp, any_undecided != 0)) {
@@ -276,7 +263,7 @@ __device__ inline void encode_moment(const float (&x)[kWords][4], const MomentGr
         const int shift = (__ffs(static_cast<int>(undecided[word])) - 1) & 24;
         const float number =
             shift < 16 ? (shift == 0 ? x[word][0] : x[word][1]) : (shift == 16 ? x[word][2] : x[word][3]);
-        const uint32_t code = defined_moment_code<F8>(number, group.amax, group.k) & 0x7fu;
+        const uint32_t code = defined_moment_code(number, group.amax, group.k) & 0x7fu;
         codes[word] = (codes[word] & ~(0xffu << shift)) | code << shift;
         undecided[word] &= ~(0xffu << shift);
       }
@@ -298,7 +285,7 @@ __device__ inline void encode_moment(const float (&x)[kWords][4], const MomentGr
 #pragma unroll
     for (int word = 0; word < kWords; ++word) {
       // Any conversion keeps signs. No zero has one.
-      const uint32_t signs = encode_float8x4<F8>(x[word][0], x[word][1], x[word][2], x[word][3]);
+      const uint32_t signs = encode_float8x4<Float8E4M3>(x[word][0], x[word][1], x[word][2], x[word][3]);
       codes[word] |= signs & (codes[word] + kMagnitudesOf) & kSigns;
     }
   }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cmath>
-#include <limits>
 
 #include "kernels/op/define.h"
 
@@ -10,7 +9,7 @@ namespace parka {
 namespace {
 
 void check_moment(std::string_view op, std::string_view name, const MomentView& moment, int64_t N) {
-  check_tensor(op, name, moment.values, {N}, {DType::kF32, DType::kBF16, DType::kE4M3, DType::kE5M2});
+  check_tensor(op, name, moment.values, {N}, {DType::kF32, DType::kBF16, DType::kE4M3});
   const int64_t groups = ceil_div(N, kMomentGroup);
   const std::string amax = fmt::format("amax of {}", name), exponent = fmt::format("exponent of {}", name);
   if (is_float8(moment.values.dtype)) {
@@ -69,19 +68,12 @@ void moment_decode(Device& device, const MomentDecode& a) {
   PARKA_DISPATCH(moment_decode, device, a);
 }
 
-uint8_t range_expansion_exponent(float amax, float amin, DType format) {
+uint8_t range_expansion_exponent(float amax, float amin) {
   if (amax <= amin || amin <= 0) return 16;
-  const Float8Traits& traits = float8_traits(format);
-  const double max = traits.max;
-  const double range = format == DType::kE4M3 ? max * max / 2 : max / traits.min_subnormal / 2;
+  constexpr double kRange = double{kE4M3Traits.max} * kE4M3Traits.max / 2;
   // A ratio rounded to fp32 would fall on the other side of an integer now and then.
   const double group_range = std::log2(double{amax} / amin);
-  return static_cast<uint8_t>(std::clamp(std::floor(16 * std::log2(range) / group_range), 16.0, 255.0));
-}
-
-float smallest_moment_amax(DType format) {
-  const Float8Traits& traits = float8_traits(format);
-  return std::numeric_limits<float>::min() * (traits.max / traits.min_subnormal);
+  return static_cast<uint8_t>(std::clamp(std::floor(16 * std::log2(kRange) / group_range), 16.0, 255.0));
 }
 
 OpCost cost_of(const AdamwStep& a) {

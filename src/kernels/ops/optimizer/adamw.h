@@ -1,6 +1,7 @@
 #pragma once
 #include <cstdint>
 
+#include "core/number_formats.h"
 #include "core/tensor.h"
 #include "kernels/op/op.h"
 
@@ -8,22 +9,22 @@ namespace parka {
 
 // A moment of a parameter tensor of N elements. Its number format decides what is stored:
 //   fp32 / bf16                     : values [N], no scale, no exponent
-//   fp8                             : codes [N]; amax [ceil(N / 128)] fp32;            value = amax * q / max
-//   fp8 with exponent (range expansion): ... and exponent [ceil(N / 128)] uint8, k = exponent / 16;
+//   e4m3                            : codes [N]; amax [ceil(N / 128)] fp32;            value = amax * q / max
+//   e4m3 with exponent (range expansion): ... and exponent [ceil(N / 128)] uint8, k = exponent / 16;
 //                                       value = sgn(q) * amax * (|q| / max)^(1 / k)
 // Groups are 128 consecutive elements of the tensor in memory order; the last may be short. Zeroed memory decodes
 // to zeros, so a moment starts as zeroed memory. See docs/precision.md.
 //
 // Storing a group in fp8 (COAT, arXiv 2410.19313, without its centring, which cancels):
-//   amax = max |x|, raised to smallest_moment_amax() unless it is 0;  a group of zeros has amax 0 and codes 0
+//   amax = max |x|, raised to kSmallestMomentAmax unless it is 0;  a group of zeros has amax 0 and codes 0
 //   q = sgn(x) * rn(max * (|x| / amax)^k), to nearest even;           k = 1 without range expansion
 //   A nonzero second moment is stored at least as the smallest code, never as 0: a zero under a nonzero first
 //   moment would explode the update. A first moment may round to 0. Zero has only the code 0x00.
 // A non-finite amax is never stored: the CPU throws Error(kInternal).
 struct MomentView {
   TensorView values;
-  TensorView amax;      // fp8 only
-  TensorView exponent;  // fp8 with range expansion only
+  TensorView amax;      // e4m3 only
+  TensorView exponent;  // e4m3 with range expansion only
 };
 inline constexpr int64_t kMomentGroup = 128;
 
@@ -68,17 +69,16 @@ struct AdamwStep {
 // If grad_scale is finite, the gradients must be finite too: clip_coefficient ensures it. Does nothing for N == 0.
 PARKA_OP(adamw_step, AdamwStep);
 
-// k * 16 of a group with maximum `amax` and smallest nonzero magnitude `amin`, stored in `format`:
-// clamp(floor(16 * log2(R) / log2(amax / amin)), 16, 255). R is the range that the group is expanded to: 448 * 448
-// / 2 for E4M3, as in COAT; for E5M2 half the ratio of the largest to the smallest subnormal, 57344 * 2^16 / 2. The
-// smallest member then gets code 2. The result is 16 (k = 1) for a group of one magnitude or of zeros, and for a
-// group wider than R: k < 1 would make every member coarser to save the smallest. Used by CPU reference and tests.
-uint8_t range_expansion_exponent(float amax, float amin, DType format);
+// k * 16 of a group with maximum `amax` and smallest nonzero magnitude `amin`:
+// clamp(floor(16 * log2(R) / log2(amax / amin)), 16, 255). R = 448 * 448 / 2 is the range that the group is
+// expanded to, as in COAT. The result is 16 (k = 1) for a group of one magnitude or of zeros, and for a group wider
+// than R: k < 1 would make every member coarser to save the smallest. Used by CPU reference and tests.
+uint8_t range_expansion_exponent(float amax, float amin);
 
-// The smallest nonzero amax that is stored, 2^-126 * max / smallest subnormal: 2.7e-33 for E4M3, 4.4e-29 for E5M2.
+// The smallest nonzero amax that is stored, 2^-126 * max / smallest subnormal = 2.7e-33.
 // With it every code decodes to a normal fp32 number, so devices that flush subnormals read the same values.
 // Members of a smaller group are stored relative to it: a first moment may become 0, a second moment does not.
-float smallest_moment_amax(DType format);
+inline constexpr float kSmallestMomentAmax = 0x1p-126f * (kE4M3Traits.max / kE4M3Traits.min_subnormal);
 
 // Encode `values` (fp32 [N]) into a moment's format, and decode them: what adamw_step does around its update.
 // With `is_second`, nonzero values never become code 0 (a zero v with a nonzero m would explode the update).
