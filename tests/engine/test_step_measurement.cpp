@@ -78,9 +78,7 @@ json measurement(const Seconds& seconds = by_work, const json& config = measured
 
 // Of all ops of a step of one of `gpus`, and of the zeros that it writes and the pieces that it adds up.
 double own_seconds(const Config& config, int64_t gpus, const Seconds& seconds) {
-  double sum = 0;
-  for (const StepAction& action : step_actions(record_step(config, gpus), {seconds, kCopy})) sum += action.seconds;
-  return sum;
+  return compute_seconds(record_step(config, gpus), {seconds, kCopy});
 }
 
 struct Written {
@@ -90,10 +88,10 @@ struct Written {
   std::string path = folder / "bench.json";
 };
 
+constexpr Links kLinks = {.link_bandwidth = 1, .memory_bandwidth = 1, .host_bandwidth = 1};
+
 double step_seconds(const StepMeasurement& one, const Config& config, int64_t gpus) {
-  double sum = 0;
-  for (const StepAction& action : step_actions_by(one, config, gpus)) sum += action.seconds;
-  return sum;
+  return predict_step_by(one, config, kLinks, gpus).compute_seconds;
 }
 
 }  // namespace
@@ -251,7 +249,7 @@ TEST_CASE("a measurement of another config or of several GPUs is refused", "[eng
   const StepMeasurement one = Written(file).read();
   file["ranks"] = 4;
   const StepMeasurement four = Written(file).read();
-  CHECK(refusal([&] { step_actions_by(four, four.config, 4); }).find("4 GPUs") != std::string::npos);
+  CHECK(refusal([&] { predict_step_by(four, four.config, kLinks, 4); }).find("4 GPUs") != std::string::npos);
 
   struct Change {
     void (*apply)(Config&);
@@ -280,7 +278,7 @@ TEST_CASE("a measurement of another config or of several GPUs is refused", "[eng
     CAPTURE(change.key);
     Config config = one.config;
     change.apply(config);
-    const std::string message = refusal([&] { step_actions_by(one, config, 2); });
+    const std::string message = refusal([&] { predict_step_by(one, config, kLinks, 2); });
     CHECK(message.empty() == (*change.key == '\0'));
     CHECK(message.find(change.key) != std::string::npos);
     CHECK(refusal([&] { require_measurement_of(four, config, 4); }).empty() == !change.of_run);

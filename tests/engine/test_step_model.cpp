@@ -15,7 +15,7 @@ using namespace parka::test;
 
 namespace {
 
-using Kind = StepAction::Kind;
+using Kind = RecordedCollective::Kind;
 
 // Work that takes no time but where bytes are written or added up, and that at once.
 const WorkSeconds kNoTime = {[](const RecordedOp&) { return 0.0; }, 1e30};
@@ -33,9 +33,10 @@ WorkSeconds per_op(double head, double block) {
           1e30};
 }
 
-std::vector<StepAction> actions_of(const Config& config, int64_t ranks, const WorkSeconds& seconds) {
-  return step_actions(record_step(config, ranks), seconds);
-}
+// Work that takes as many seconds as it has FLOP.
+const WorkSeconds kGiven = {[](const RecordedOp& op) { return op.cost.flop; }, 1e30};
+RecordedOp work(double seconds) { return {.op = "", .cost = {.flop = seconds, .shape = ""}}; }
+RecordedStep step_of(std::vector<RecordedStep::Work> all) { return {{{std::move(all)}}}; }
 
 // A byte a second and no latency: a collective of n GPUs takes (n - 1) / n of its bytes in seconds.
 constexpr Links kByteASecond = {.link_bandwidth = 1, .memory_bandwidth = 8};
@@ -147,14 +148,13 @@ TEST_CASE("a collective takes latency and its bytes over the slowest links", "[e
 }
 
 TEST_CASE("bytes cost the work beside them the same however long they take", "[engine][step model]") {
-  const std::vector<StepAction> actions = {{.kind = Kind::kAllGather, .bytes = 200},
-                                           {.kind = Kind::kCompute, .seconds = 1000},
-                                           {.kind = Kind::kWait, .number = 1}};
+  const RecordedStep recorded =
+      step_of({RecordedCollective{Kind::kAllGather, 200, Peers::kAll}, work(1000), RecordedWait{0}});
   Links links = kByteASecond;
   links.interference = 1;
   for (const double latency : {0.0, 300.0}) {
     links.start_latency = latency;
-    const StepPrediction step = predict_step(actions, links, {0, 2});
+    const StepPrediction step = predict_step(recorded, kGiven, links, {0, 2});
     CHECK(step.slowed_seconds == Approx(50));  // 200 bytes read and 200 written
     CHECK(step.seconds == Approx(1050));
     CHECK(step.communication_seconds == Approx(100 + latency));
@@ -168,9 +168,8 @@ TEST_CASE("what communication reads and writes in memory is what it costs, up to
   const auto slowed = [](Kind kind, double interference) {
     Links links = kByteASecond;
     links.interference = interference;
-    const std::vector<StepAction> actions = {{.kind = kind, .bytes = 400},
-                                             {.kind = Kind::kCompute, .seconds = 1e5}};
-    return predict_step(actions, links, {0, 4}).slowed_seconds;
+    const RecordedStep step = step_of({RecordedCollective{kind, 400, Peers::kAll}, work(1e5)});
+    return predict_step(step, kGiven, links, {0, 4}).slowed_seconds;
   };
   // Of 4 GPUs each reads its 100 bytes for all and writes 400; reads 300 for others and writes 300; does both.
   CHECK(slowed(Kind::kAllGather, 1) == Approx(800 / 8.0));
@@ -184,9 +183,8 @@ TEST_CASE("groups of GPUs exchange within nodes, and pieces between them", "[eng
   Links links = {.link_bandwidth = 300, .network_bandwidth = 50, .memory_bandwidth = 1};
   links.nodes = 2;  // of four GPUs each
   const auto seconds = [&](Kind kind, Peers peers, int64_t bytes, int shard_size, int context_size = 1) {
-    const std::vector<StepAction> actions = {{.kind = kind, .bytes = bytes, .peers = peers},
-                                             {.kind = Kind::kWait, .number = 1}};
-    return predict_step(actions, links, {0, 8, shard_size, context_size}).seconds;
+    const RecordedStep step = step_of({RecordedCollective{kind, bytes, peers}, RecordedWait{0}});
+    return predict_step(step, kGiven, links, {0, 8, shard_size, context_size}).seconds;
   };
   CHECK(seconds(Kind::kAllToAll, Peers::kContext, 200, 4, 2) == Approx(100 / 300.0));
   CHECK(seconds(Kind::kAllToAll, Peers::kContext, 800, 2, 8) == Approx(300 / 300.0 + 400 / 50.0));
@@ -199,12 +197,11 @@ TEST_CASE("groups of GPUs exchange within nodes, and pieces between them", "[eng
   CHECK(seconds(Kind::kAllGather, Peers::kShard, 800, 1) == 0);
   // A group of 12 in nodes of 8 has the second half of a node: 4 GPUs' way out at least.
   links.nodes = 3;
-  const std::vector<StepAction> gather = {{.kind = Kind::kAllGather, .bytes = 1200, .peers = Peers::kShard},
-                                          {.kind = Kind::kWait, .number = 1}};
-  CHECK(predict_step(gather, links, {0, 24, 12, 1}).seconds == Approx(1100 / 300.0));
+  const RecordedStep gather = step_of({RecordedCollective{Kind::kAllGather, 1200, Peers::kShard}, RecordedWait{0}});
+  CHECK(predict_step(gather, kGiven, links, {0, 24, 12, 1}).seconds == Approx(1100 / 300.0));
   links.network_bandwidth = 10;
-  CHECK(predict_step(gather, links, {0, 24, 12, 1}).seconds == Approx(1100 / 60.0));
-  CHECK(predict_step(gather, links, {0, 36, 12, 1}).seconds == Approx(1100 / 300.0));  // one node of twelve
+  CHECK(predict_step(gather, kGiven, links, {0, 24, 12, 1}).seconds == Approx(1100 / 60.0));
+  CHECK(predict_step(gather, kGiven, links, {0, 36, 12, 1}).seconds == Approx(1100 / 300.0));  // one node of twelve
 }
 
 TEST_CASE("one GPU only computes", "[engine][step model]") {
@@ -215,13 +212,11 @@ TEST_CASE("one GPU only computes", "[engine][step model]") {
   for (const RecordedStep::Part& part : recorded.parts) {
     for (const RecordedStep::Work& work : part.work) ops += std::holds_alternative<RecordedOp>(work) ? 1 : 0;
   }
-  const std::vector<StepAction> actions = step_actions(recorded, {[](const RecordedOp&) { return 1.0; }, 1e30});
-  const StepPrediction step = predict_step(actions, kByteASecond, {0, 1});
+  const StepPrediction step =
+      predict_step(recorded, {[](const RecordedOp&) { return 1.0; }, 1e30}, kByteASecond, {0, 1});
   CHECK(step.seconds == Approx(ops));
   CHECK(step.seconds == step.compute_seconds);
   CHECK(step.hidden_fraction() == 1);
-  CHECK(std::all_of(actions.begin(), actions.end(),
-                    [](const StepAction& action) { return action.kind == Kind::kCompute; }));
 }
 
 TEST_CASE("states in host memory pass the link once in each direction, and the step waits for what nothing hides",
@@ -231,7 +226,7 @@ TEST_CASE("states in host memory pass the link once in each direction, and the s
   const auto predict = [&](double host_bandwidth) {
     Links links = kByteASecond;
     links.host_bandwidth = host_bandwidth;
-    return predict_step(actions_of(config, 1, per_op(0, 1)), links, {0, 1});
+    return predict_step(record_step(config, 1), per_op(0, 1), links, {0, 1});
   };
   const StepPrediction on_device = predict(1);
   CHECK(on_device.host_bytes_in == 0);
@@ -261,13 +256,24 @@ TEST_CASE("micro-batches between the first and the last are each as one that is 
   step.parts.push_back({{op("a"), sum, sum}});
   step.parts.push_back({{RecordedWait{1}, op("b"), op("c"), sum}, 2});
   step.parts.push_back({{RecordedWait{0}, RecordedFill{6}}});
-  const std::vector<StepAction> actions =
-      step_actions(step, {[](const RecordedOp& op) { return op.op == "a" ? 1.0 : 10.0; }, 2});
-  const StepAction queued = {.kind = Kind::kAllReduce, .bytes = 8};
-  const auto wait = [](uint64_t number) { return StepAction{.kind = Kind::kWait, .number = number}; };
-  const auto work = [](double seconds) { return StepAction{.kind = Kind::kCompute, .seconds = seconds}; };
-  CHECK((actions == std::vector<StepAction>{work(1), queued, queued, wait(1), work(20), queued, wait(2), work(20),
-                                            queued, wait(4), work(3)}));
+  const StepPrediction got =
+      predict_step(step, {[](const RecordedOp& op) { return op.op == "a" ? 1.0 : 10.0; }, 2}, kByteASecond, {0, 2});
+  StreamTimeline want;
+  const auto queue_sum = [&] { want.collective(8, 0); };
+  want.compute(1);
+  queue_sum();
+  queue_sum();
+  for (const uint64_t waited_for : {1, 2}) {
+    want.wait(waited_for);
+    want.compute(20);
+    queue_sum();
+  }
+  want.wait(4);
+  want.compute(3);
+  CHECK(got.seconds == want.now());
+  CHECK(got.compute_seconds == 44);
+  CHECK(got.exposed_seconds == want.exposed_seconds());
+  CHECK(got.communicated_bytes == 32);
 }
 
 TEST_CASE("a step of very many micro-batches is predicted from its first ones", "[engine][step model]") {
@@ -288,11 +294,8 @@ TEST_CASE("a step of very many micro-batches is predicted from its first ones", 
     step.parts[1].times = kMany;
     each.parts[1].times = 1;
     each.parts.insert(each.parts.begin() + 1, kMany - 1, each.parts[1]);
-    const std::vector<StepAction> actions = step_actions(step, per_op(10, block)),
-                                  all = step_actions(each, per_op(10, block));
-    CHECK(actions.size() < all.size() / 10);
-    const StepPrediction got = predict_step(actions, links, {0, kRanks}),
-                         want = predict_step(all, links, {0, kRanks});
+    const StepPrediction got = predict_step(step, per_op(10, block), links, {0, kRanks}),
+                         want = predict_step(each, per_op(10, block), links, {0, kRanks});
     CHECK(got.seconds == Approx(want.seconds));
     CHECK(got.compute_seconds == Approx(want.compute_seconds));
     CHECK(got.slowed_seconds == Approx(want.slowed_seconds));
@@ -324,7 +327,7 @@ TEST_CASE("gradients are cleared where they are written anew, and pieces of them
       }
       const WorkSeconds byte_a_second = {[](const RecordedOp&) { return 0.0; }, 1};
       const StepPrediction step =
-          predict_step(actions_of(config, kRanks, byte_a_second), kByteASecond, {0, kRanks});
+          predict_step(record_step(config, kRanks), byte_a_second, kByteASecond, {0, kRanks});
       const int64_t loss = 4;
       CHECK(step.compute_seconds ==
             Approx(static_cast<double>((stage >= 2 ? kMicroBatches : 1) * cleared + summed + loss)));
@@ -367,7 +370,7 @@ TEST_CASE("each ZeRO stage waits for what nothing hides", "[engine][step model]"
     CAPTURE(stage);
     config.distributed.zero_stage = stage;
     const auto predicted = [&](const WorkSeconds& seconds, const Links& links) {
-      return predict_step(actions_of(config, kRanks, seconds), links, {0, kRanks});
+      return predict_step(record_step(config, kRanks), seconds, links, {0, kRanks});
     };
     const StepPrediction step = predicted(per_op(kLong, kLong), kByteASecond);
     CHECK(step.exposed_seconds == Approx(expected[stage]));

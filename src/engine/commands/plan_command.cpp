@@ -170,12 +170,7 @@ StepPlan plan_step(const Config& config, const PlanOptions& options) {
   plan.num_gpus = options.num_gpus;
   plan.num_micro_batches = config.micro_batches_per_step(options.num_gpus);
   plan.tokens_per_step = static_cast<double>(config.training.global_batch_size * config.data.sequence_length);
-  const std::vector<StepAction> actions = step_actions_by(plan.one, config, options.num_gpus);
-  const auto num_gpus = static_cast<int>(options.num_gpus);
-  const auto shard_size = static_cast<int>(config.distributed.shard_size);
-  plan.prediction = predict_step(actions, plan.links,
-                                 {0, num_gpus, shard_size == 0 ? num_gpus : shard_size,
-                                  static_cast<int>(config.distributed.context_parallel)});
+  plan.prediction = predict_step_by(plan.one, config, plan.links, options.num_gpus);
   if (!options.compare_path.empty()) {
     plan.measured = read_step_measurement(options.compare_path);
     require_measurement_of(*plan.measured, config, options.num_gpus);

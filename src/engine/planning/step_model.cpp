@@ -29,7 +29,9 @@
 namespace parka {
 namespace {
 
-using Kind = StepAction::Kind;
+using Kind = RecordedCollective::Kind;
+
+constexpr int64_t kMostQueued = 64;  // of the times that a part is: by then each takes as long as the one before
 
 // Bytes that each GPU sends in a ring: all shards but one, for a reduction and again for the gathering of its
 // result.
@@ -91,24 +93,23 @@ void transfer(const RecordedTransfer& what, const Links& links, StreamTimeline& 
   }
 }
 
-// What the actions so far take.
+// What the work so far takes.
 class PredictedStep {
  public:
   PredictedStep(const Links& links, const Mesh& mesh) : links_(links), mesh_(mesh) {}
 
-  void queue(const StepAction& action) {
-    switch (action.kind) {
-      case Kind::kCompute:
-        timeline_.compute(action.seconds);
-        prediction_.compute_seconds += action.seconds;
-        break;
-      case Kind::kWait: timeline_.wait(action.number); break;
-      case Kind::kTransfer: transfer(action.transfer, links_, timeline_, prediction_); break;
-      case Kind::kAllReduce:
-      case Kind::kReduceScatter:
-      case Kind::kAllGather:
-      case Kind::kAllToAll: queue_collective(action); break;
-      case Kind::kRepeat: throw_internal("a repetition within another");
+  // `own`: the seconds of the rank's own work in it.
+  void queue(const RecordedStep::Work& work, double own) {
+    if (own > 0) timeline_.compute(own);
+    prediction_.compute_seconds += own;
+    if (const auto* const moved = std::get_if<RecordedTransfer>(&work)) {
+      transfer(*moved, links_, timeline_, prediction_);
+    } else if (const auto* const collective = std::get_if<RecordedCollective>(&work)) {
+      ++queued_;
+      queue_collective(*collective);
+    } else if (const auto* const wait = std::get_if<RecordedWait>(&work)) {
+      PARKA_REQUIRE(wait->newer < queued_);
+      timeline_.wait(queued_ - wait->newer);
     }
   }
 
@@ -131,22 +132,23 @@ class PredictedStep {
   }
 
  private:
-  void queue_collective(const StepAction& action) {
-    const Group group = group_of(action.peers, links_, mesh_);
+  void queue_collective(const RecordedCollective& what) {
+    const Group group = group_of(what.peers, links_, mesh_);
     if (group.num_gpus == 1) {
       timeline_.collective(0, 0);
       return;
     }
-    const double seconds = collective_seconds(group.links, group.num_gpus, action.kind, action.bytes);
+    const double seconds = collective_seconds(group.links, group.num_gpus, what.kind, what.bytes);
     PARKA_REQUIRE(links_.memory_bandwidth > 0);
-    const double in_memory = bytes_in_memory(group.num_gpus, action.kind, action.bytes) / links_.memory_bandwidth;
+    const double in_memory = bytes_in_memory(group.num_gpus, what.kind, what.bytes) / links_.memory_bandwidth;
     constexpr double kMost = 0.9;  // something gets on
     timeline_.collective(seconds, std::min(kMost, links_.interference * in_memory / seconds));
-    prediction_.communicated_bytes += bytes_sent(group.num_gpus, action.kind, action.bytes);
+    prediction_.communicated_bytes += bytes_sent(group.num_gpus, what.kind, what.bytes);
   }
 
-  const Links& links_;
+  Links links_;
   Mesh mesh_;
+  uint64_t queued_ = 0;  // collectives
   StreamTimeline timeline_;
   StepPrediction prediction_;  // but for the times, which the timeline has
 };
@@ -173,102 +175,45 @@ double collective_seconds(const Links& links, int64_t num_gpus, Kind kind, int64
   return latency(links, num_gpus, kind) + bytes_sent(num_gpus, kind, bytes) / bandwidth;
 }
 
-StepPrediction predict_step(const std::vector<StepAction>& actions, const Links& links, const Mesh& mesh) {
-  PredictedStep step(links, mesh);
-  for (size_t i = 0; i < actions.size(); ++i) {
-    if (actions[i].kind != Kind::kRepeat) {
-      step.queue(actions[i]);
-      continue;
-    }
-    const PredictedStep before = step;
-    const StepAction& repeat = actions[i];
-    for (uint64_t n = 0; n < repeat.number; ++n) step.queue(actions[++i]);
-    step.repeat_since(before, repeat.times);
-  }
-  return step.prediction();
-}
-
 namespace {
 
-using Kind = StepAction::Kind;
-
-constexpr int64_t kMostPutDown = 64;  // of the times that a part is queued
-
-Kind kind_of(RecordedCollective::Kind kind) {
-  switch (kind) {
-    case RecordedCollective::Kind::kAllReduce: return Kind::kAllReduce;
-    case RecordedCollective::Kind::kReduceScatter: return Kind::kReduceScatter;
-    case RecordedCollective::Kind::kAllGather: return Kind::kAllGather;
-    case RecordedCollective::Kind::kAllToAll: return Kind::kAllToAll;
+// The seconds of a rank's own work in each thing that it queues.
+std::vector<double> own_seconds(const RecordedStep::Part& part, const WorkSeconds& seconds) {
+  std::vector<double> own;
+  for (const RecordedStep::Work& work : part.work) {
+    const auto* const op = std::get_if<RecordedOp>(&work);
+    const auto* const fill = std::get_if<RecordedFill>(&work);
+    const auto* const collective = std::get_if<RecordedCollective>(&work);
+    const int64_t moved = fill != nullptr ? fill->bytes : collective != nullptr ? collective->summed_bytes : 0;
+    own.push_back(op != nullptr ? seconds.of_op(*op) : static_cast<double>(moved) / seconds.copy_bandwidth);
   }
-  throw_internal("unknown collective {}", static_cast<int>(kind));
+  return own;
 }
-
-// Puts down the work of a part. The number of a kWait is how many collectives are newer.
-class PartActions {
- public:
-  explicit PartActions(const WorkSeconds& seconds) : seconds_(seconds) {}
-
-  void operator()(const RecordedOp& op) { compute(seconds_.of_op(op)); }
-  void operator()(const RecordedFill& fill) { move(fill.bytes); }
-  void operator()(const RecordedTransfer& transfer) {
-    actions_.push_back({.kind = Kind::kTransfer, .transfer = transfer});
-  }
-  void operator()(const RecordedCollective& collective) {
-    move(collective.summed_bytes);
-    actions_.push_back({.kind = kind_of(collective.kind), .bytes = collective.bytes, .peers = collective.peers});
-  }
-  void operator()(const RecordedWait& wait) { actions_.push_back({.kind = Kind::kWait, .number = wait.newer}); }
-
-  const std::vector<StepAction>& actions() const { return actions_; }
-
- private:
-  void move(int64_t bytes) { compute(static_cast<double>(bytes) / seconds_.copy_bandwidth); }
-  void compute(double seconds) {
-    if (seconds == 0) return;
-    if (actions_.empty() || actions_.back().kind != Kind::kCompute) actions_.push_back({.kind = Kind::kCompute});
-    actions_.back().seconds += seconds;
-  }
-
-  const WorkSeconds& seconds_;
-  std::vector<StepAction> actions_;
-};
 
 }  // namespace
 
 double compute_seconds(const RecordedStep& step, const WorkSeconds& seconds) {
   double sum = 0;
   for (const RecordedStep::Part& part : step.parts) {
-    PartActions once(seconds);
-    for (const RecordedStep::Work& work : part.work) std::visit(once, work);
-    for (const StepAction& action : once.actions()) sum += static_cast<double>(part.times) * action.seconds;
+    for (const double own : own_seconds(part, seconds)) sum += static_cast<double>(part.times) * own;
   }
   return sum;
 }
 
-std::vector<StepAction> step_actions(const RecordedStep& step, const WorkSeconds& seconds) {
-  std::vector<StepAction> actions;
-  uint64_t queued = 0;  // collectives
+StepPrediction predict_step(const RecordedStep& step, const WorkSeconds& seconds, const Links& links,
+                            const Mesh& mesh) {
+  PredictedStep predicted(links, mesh);
   for (const RecordedStep::Part& part : step.parts) {
-    PartActions once(seconds);
-    for (const RecordedStep::Work& work : part.work) std::visit(once, work);
-    const int64_t times = std::min(part.times, kMostPutDown);
+    const std::vector<double> own = own_seconds(part, seconds);
+    PredictedStep before = predicted;
+    const int64_t times = std::min(part.times, kMostQueued);
     for (int64_t i = 0; i < times; ++i) {
-      if (i + 1 == times && times < part.times) {
-        actions.push_back({.kind = Kind::kRepeat, .number = once.actions().size(), .times = part.times - times});
-      }
-      for (StepAction action : once.actions()) {
-        if (action.kind == Kind::kWait) {
-          PARKA_REQUIRE(action.number < queued);
-          action.number = queued - action.number;
-        } else if (action.kind != Kind::kCompute && action.kind != Kind::kTransfer) {
-          ++queued;
-        }
-        actions.push_back(action);
-      }
+      if (i + 1 == times) before = predicted;
+      for (size_t k = 0; k < own.size(); ++k) predicted.queue(part.work[k], own[k]);
     }
+    if (times < part.times) predicted.repeat_since(before, part.times - times);
   }
-  return actions;
+  return predicted.prediction();
 }
 
 void StreamTimeline::compute(double seconds) {
@@ -528,10 +473,14 @@ WorkSeconds measured_work(const StepMeasurement& one) {
   return {[ops, scale](const RecordedOp& op) { return scale * ops->seconds(op); }, one.copy_bandwidth / scale};
 }
 
-std::vector<StepAction> step_actions_by(const StepMeasurement& one, const Config& config, int64_t num_gpus) {
+StepPrediction predict_step_by(const StepMeasurement& one, const Config& config, const Links& links,
+                               int64_t num_gpus) {
   const WorkSeconds work = measured_work(one);
   require_same_speed(one, config, SpeedOf::kOneGpu);
-  return step_actions(record_step(config, num_gpus, one.one_kernel()), work);
+  const auto gpus = static_cast<int>(num_gpus), shard_size = static_cast<int>(config.distributed.shard_size);
+  const Mesh mesh(0, gpus, shard_size == 0 ? gpus : shard_size,
+                  static_cast<int>(config.distributed.context_parallel));
+  return predict_step(record_step(config, num_gpus, one.one_kernel()), work, links, mesh);
 }
 
 void require_measurement_of(const StepMeasurement& measured, const Config& config, int64_t num_gpus) {

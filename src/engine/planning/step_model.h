@@ -15,42 +15,12 @@
 
 namespace parka {
 
-// One thing that a rank queues in a step of training, as the step model takes it.
-struct StepAction {
-  enum class Kind : uint8_t {
-    kCompute,
-    kAllReduce,
-    kReduceScatter,
-    kAllGather,
-    kAllToAll,
-    kWait,
-    kTransfer,
-    kRepeat
-  };
-  Kind kind = Kind::kCompute;
-  double seconds = 0;  // kCompute: with nothing beside it
-  int64_t bytes = 0;   // collectives: see RecordedCollective
-  Peers peers = Peers::kAll;
-  // kWait: for which collective of the step, counted from 1, without those that are not put down; kRepeat: how many
-  // of the next actions are queued `times` more times, which are not put down
-  uint64_t number = 0;
-  int64_t times = 0;
-  RecordedTransfer transfer = {};  // kTransfer: to or from host memory
-
-  bool operator==(const StepAction&) const = default;
-};
-
 // The time of a rank's own work, with no collective beside it.
 struct WorkSeconds {
   std::function<double(const RecordedOp&)> of_op;
   // Bytes read and written per second: of zeros that are written, and of pieces of gradients that are added up.
   double copy_bandwidth = 0;
 };
-
-// The whole step. Work that nothing comes between is one action, but for that of several micro-batches. Adding up
-// pieces runs beside other work, which is taken to leave no multiprocessor idle for it. A part that is queued very
-// often is put down only the first times: by then each takes as long as the one before.
-std::vector<StepAction> step_actions(const RecordedStep& step, const WorkSeconds& seconds);
 
 // The time of all of the step's own work.
 double compute_seconds(const RecordedStep& step, const WorkSeconds& seconds);
@@ -73,7 +43,7 @@ struct Links {
 // What a collective of `num_gpus` GPUs takes alone. Rings, whose bus bandwidth is that of the slower of a GPU's
 // links and a node's way out; sums that all keep (kAllReduce) go between nodes as trees. An all-to-all is no ring:
 // each GPU sends to every other, over its own links and its own way into the network.
-double collective_seconds(const Links& links, int64_t num_gpus, StepAction::Kind kind, int64_t bytes);
+double collective_seconds(const Links& links, int64_t num_gpus, RecordedCollective::Kind kind, int64_t bytes);
 
 struct StepPrediction {
   double seconds = 0;               // of a step; the sum of the next four
@@ -89,8 +59,10 @@ struct StepPrediction {
     return communication_seconds > 0 ? 1 - exposed_seconds / communication_seconds : 1;
   }
 };
-// Predicts a step of one rank of `mesh`, whose ranks are GPUs.
-StepPrediction predict_step(const std::vector<StepAction>& actions, const Links& links, const Mesh& mesh);
+// Predicts a step of one rank of `mesh`, whose ranks are GPUs. Adding up pieces runs beside other work, which is
+// taken to leave no multiprocessor idle for it.
+StepPrediction predict_step(const RecordedStep& step, const WorkSeconds& seconds, const Links& links,
+                            const Mesh& mesh);
 
 // The clock of a device with two streams: one computes, on the other collectives run in their order, each as soon
 // as the work that was queued before it is done. Beside them tensors pass between host memory and the device, in
@@ -173,7 +145,8 @@ void require_same_speed(const StepMeasurement& measured, const Config& config, S
 // The step of a rank of `num_gpus` under `config`, in whose time ops take what they took in a measurement on one
 // GPU. `config` may differ from the measured one in what it is asked about: batch over accumulation and ranks,
 // sharding, and which copies of weights are kept (SpeedOf::kOneGpu).
-std::vector<StepAction> step_actions_by(const StepMeasurement& one, const Config& config, int64_t num_gpus);
+StepPrediction predict_step_by(const StepMeasurement& one, const Config& config, const Links& links,
+                               int64_t num_gpus);
 
 // Throws Error(kBadInput) unless `measured` is of `config` on `num_gpus` GPUs.
 void require_measurement_of(const StepMeasurement& measured, const Config& config, int64_t num_gpus);
