@@ -21,19 +21,10 @@ ModelConfig tiny_model() {
   return model;
 }
 
-bool same(const HuggingFaceLayout& a, const HuggingFaceLayout& b) {
-  bool equal = a.index_text == b.index_text && a.files.size() == b.files.size();
-  for (size_t i = 0; equal && i < a.files.size(); ++i) {
-    equal = a.files[i].name == b.files[i].name && a.files[i].header_text == b.files[i].header_text &&
-            a.files[i].header.tensors.size() == b.files[i].header.tensors.size();
-  }
-  return equal;
-}
-
 }  // namespace
 
 // The weights of a Hugging Face model, some in bitsandbytes' 4 bits: an index and two files, or no index and one
-// file; then what a checkpoint keeps of how they are laid out.
+// file.
 FUZZ_TARGET(huggingface_weights) {
   const std::vector<std::string_view> parts = parts_of(input, 3);
   const bool has_index = !parts[0].empty();
@@ -44,10 +35,6 @@ FUZZ_TARGET(huggingface_weights) {
   const std::string path = folder().path().string();
   accepts([&] {
     HuggingFaceWeights weights = open_huggingface_weights(path);
-    require_accepted("a layout as it was written", [&] {
-      require(same(parse_layout(encode_layout(weights.layout), "written"), weights.layout),
-              "a layout changes when it is written");
-    });
     const auto quantized = take_bitsandbytes_weights(weights);
     constexpr int64_t kMostElements = 1 << 20;
     for (const auto& [name, weight] : quantized) {

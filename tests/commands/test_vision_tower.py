@@ -24,6 +24,12 @@ def read_tensors(path):
             for name, entry in header.items() if name != "__metadata__"}
 
 
+def tensors_read(tensors):
+    """Without those of the fixtures' towers that no model reads."""
+    return {name: tensor for name, tensor in tensors.items()
+            if not any(part in name for part in ("encoder.layers.2.", "post_layernorm", "vision_model.head.", "vision_tower.head."))}
+
+
 def write_tensors(path, tensors):
     header, end = {"__metadata__": {"format": "pt"}}, 0
     for name, (dtype, shape, data) in sorted(tensors.items()):
@@ -97,15 +103,15 @@ class Joined(Towers):
                     hf = self.exported(model, f"{own}-hf")
                     old, new = read_tensors(LLAVA / name / "model.safetensors"), read_tensors(f"{hf}/model.safetensors")
                     new = {key.replace("vision_tower.vision_model.", "vision_tower."): value for key, value in new.items()}
-                    self.assertEqual(old.keys(), new.keys())
-                    for key in old:
+                    self.assertEqual(tensors_read(old).keys(), tensors_read(new).keys())
+                    for key in tensors_read(old):
                         self.assertEqual(old[key] == new[key], not key.startswith("multi_modal_projector."), key)
                     drawn = floats(new["multi_modal_projector.linear_1.weight"])
                     deviation = (sum(x * x for x in drawn) / len(drawn)) ** 0.5
                     self.assertTrue(0.015 < deviation < 0.025, deviation)
                     self.assertEqual(set(floats(new["multi_modal_projector.linear_2.bias"])), {0.0})
                     written = json.loads(Path(f"{hf}/config.json").read_text())
-                    for key in ("image_token_index", "vision_feature_layer", "model_type", "image_seq_length"):
+                    for key in ("image_token_index", "model_type", "image_seq_length"):
                         self.assertEqual(written[key], self.config_of(name)[key])
 
     def test_an_align_stage_starts_from_it(self):
@@ -131,7 +137,7 @@ class Joined(Towers):
                 for row in range(VOCAB, 320):
                     self.assertAlmostEqual(after[row * D_MODEL + column], mean, places=6)
 
-    def test_numbers_of_positions_come_along_where_files_have_them(self):
+    def test_numbers_of_positions_may_be_in_files(self):
         # As older versions of transformers saved them, in 64-bit integers.
         own = self.path("llava")
         shutil.copytree(LLAVA / "clip_llama", own)
@@ -141,15 +147,9 @@ class Joined(Towers):
         tensors[name] = ("I64", [1, count], struct.pack(f"<{count}q", *range(count)))
         write_tensors(f"{own}/model.safetensors", tensors)
         model = self.imported("imported", own)
-        hf = self.exported(model, "hf")
-        for file in os.listdir(own):
-            self.assertTrue(Path(f"{hf}/{file}").read_bytes() == Path(f"{own}/{file}").read_bytes(), file)
+        self.assertNotIn(name, read_tensors(f"{self.exported(model, 'hf')}/model.safetensors"))
         plain = self.imported("plain", str(LLAVA / "clip_llama"))
         self.assertEqual(*(Path(f"{each}/shard_0.safetensors").read_bytes() for each in (model, plain)))
-        # In another format they are not: nobody reads them.
-        self.assert_exit(parka("export", model, "--dtype", "fp16", "--out", self.path("half")), 0)
-        self.assertNotIn(name, read_tensors(self.path("half/model.safetensors")))
-        self.assert_exit(parka("export", model, "--dtype", "fp32", "--out", self.path("single")), 0)
         # The same of a tower beside one for text.
         tower = self.tower("clip_llama", nested=True)
         tensors = read_tensors(f"{tower}/model.safetensors")
@@ -208,7 +208,7 @@ class Original(Towers):
                 hf = self.exported(model, f"hf_{with_tower}")
                 new = {key.replace("vision_tower.vision_model.", "vision_tower."): value
                        for key, value in read_tensors(f"{hf}/model.safetensors").items()}
-                self.assertEqual(new, read_tensors(LLAVA / "clip_llama/model.safetensors"))
+                self.assertEqual(tensors_read(new), tensors_read(read_tensors(LLAVA / "clip_llama/model.safetensors")))
 
     def test_pictures_are_padded_where_the_original_says_so(self):
         for ratio, given in (("pad", False), ("pad", True), ("square", True)):
@@ -289,11 +289,12 @@ class Vila(Towers):
         exported = self.exported(model, "exported")
         for part in ("llm", "vision_tower", "mm_projector"):
             with self.subTest(part):
-                new, old = (read_tensors(f"{each}/{part}/model.safetensors") for each in (exported, folder))
+                new, old = (tensors_read(read_tensors(f"{each}/{part}/model.safetensors")) for each in (exported, folder))
                 self.assertEqual(new.keys(), old.keys())
                 self.assertEqual([name for name in old if new[name] != old[name]], [])
         self.assertTrue(os.path.exists(f"{exported}/llm/tokenizer_config.json"))
-        self.assertEqual(*(json.loads(Path(f"{each}/config.json").read_text()) for each in (exported, folder)))
+        new, old = (json.loads(Path(f"{each}/config.json").read_text()) for each in (exported, folder))
+        self.assertEqual(new, {**old, "mm_vision_select_layer": -1})
         again = self.imported("again", exported, "--image-token", "305")
         again_bytes, bytes_before = (Path(f"{each}/shard_0.safetensors").read_bytes() for each in (again, model))
         self.assertTrue(again_bytes == bytes_before)

@@ -13,7 +13,6 @@
 #include "engine/huggingface/huggingface_weights.h"
 #include "engine/huggingface/llava_config.h"
 #include "engine/huggingface/llava_tensors.h"
-#include "engine/huggingface/unread_weights.h"
 #include "kernels/ops/elementwise/cross_entropy.h"
 #include "model/vision/image_embedding.h"
 #include "tests/engine/huggingface_fixture.h"
@@ -124,7 +123,9 @@ std::string renamed(const std::string& name, const LlavaNames& names, const Temp
   replace_all(header, "\"vision_tower.", "\"" + std::string(names.tower));
   replace_all(header, "\"multi_modal_projector.linear_1", "\"" + std::string(names.fc1));
   replace_all(header, "\"multi_modal_projector.linear_2", "\"" + std::string(names.fc2));
-  write_file(path, with_header_length(header) + bytes.substr(8 + header_bytes));
+  const size_t length = header.size();
+  write_file(path,
+             std::string(reinterpret_cast<const char*>(&length), 8) + header + bytes.substr(8 + header_bytes));
   return copy;
 }
 
@@ -145,63 +146,48 @@ TEST_CASE("an imported model with a tower has transformers' logits and loss", "[
   CHECK(largest_difference(compute(imported, other).logits, expected.logits) > 1e-4);
 }
 
-TEST_CASE("an imported model with a tower is exported as it was, byte for byte, whatever its names",
+TEST_CASE("an imported model with a tower is exported as far as it is read, whatever its names",
           "[engine][huggingface][llava]") {
   const std::string name = GENERATE(from_range(std::begin(kNames), std::end(kNames)));
   const TemporaryFolder folder;
-  const std::string plain = import_from(kLlavaFolder + name, folder, "plain");
-  REQUIRE(run_export({.checkpoint = plain, .output = folder / "same"}) == 0);
-  CHECK(differing(kLlavaFolder + name, folder / "same") == std::vector<std::string>{});
-  // Without the record of its files, the one that transformers would write: the same.
-  REQUIRE(run_export({.checkpoint = plain, .output = folder / "again", .shard_size = "50GB"}) == 0);
-  CHECK(differing(kLlavaFolder + name, folder / "again") == std::vector<std::string>{});
-
   for (const LlavaNames& names : all_llava_names()) {
     CAPTURE(name, names.language_model, names.tower);
     const std::string source = renamed(name, names, folder);
     const std::string imported = import_from(source, folder, "imported");
-    CHECK(read_file(imported + "/shard_0.safetensors") == read_file(plain + "/shard_0.safetensors"));
     REQUIRE(run_export({.checkpoint = imported, .output = folder / "exported"}) == 0);
-    CHECK(differing(source, folder / "exported") == std::vector<std::string>{});
-    fs::remove_all(imported);
-    fs::remove_all(folder / "exported");
+    const HuggingFaceWeights old = open_huggingface_weights(source),
+                             exported = open_huggingface_weights(folder / "exported");
+    const auto bytes_of = [](const HuggingFaceWeights& weights, const std::string& tensor) {
+      const HuggingFaceWeights::Place& place = weights.tensors.at(tensor);
+      std::vector<std::byte> bytes(static_cast<size_t>(place.entry.num_bytes));
+      weights.files[place.file].read(place.entry.offset, bytes);
+      return bytes;
+    };
+    const std::string tower(names.tower);
+    const auto is_last_norm = [&](const std::string& tensor) {
+      return tensor.starts_with(tower + "post_layernorm");
+    };
+    for (const auto& [tensor, place] : exported.tensors) {
+      CHECK(place.entry.dtype == old.tensors.at(tensor).entry.dtype);
+      if (!is_last_norm(tensor)) CHECK(bytes_of(exported, tensor) == bytes_of(old, tensor));
+    }
+    for (const auto& [tensor, place] : old.tensors) {
+      CAPTURE(tensor);
+      CHECK((exported.tensors.contains(tensor) || tensor.starts_with(tower)));
+    }
+    const json config = json::parse(read_file(folder / "exported/config.json"));
+    CHECK(config.at("vision_config").at("num_hidden_layers") == 2);
+    CHECK(config.at("vision_feature_layer") == -1);
+    CHECK(config.at("text_config").at("eos_token_id") == 301);
+    CHECK(exported.tensors.contains(tower + "post_layernorm.weight"));
+    CHECK(!exported.tensors.contains(tower + "encoder.layers.2.layer_norm1.weight"));
+
+    const std::string again = import_from(folder / "exported", folder, "again");
+    CHECK(read_file(again + "/shard_0.safetensors") == read_file(imported + "/shard_0.safetensors"));
+    const Expected expected = load_expected(name);
+    CHECK(largest_difference(compute(again, expected).logits, expected.logits) < 1e-4);
+    for (const char* made : {"imported", "exported", "again"}) fs::remove_all(folder / made);
   }
-}
-
-TEST_CASE("a model with a tower is exported without what it came from", "[engine][huggingface][llava]") {
-  const std::string name = GENERATE(from_range(std::begin(kNames), std::end(kNames)));
-  CAPTURE(name);
-  const TemporaryFolder folder;
-  const std::string imported = import_from(kLlavaFolder + name, folder, "imported");
-  fs::remove(imported + "/huggingface/" + kUnreadWeightsName);
-  REQUIRE(run_export({.checkpoint = imported, .output = folder / "exported"}) == 0);
-  const json config = json::parse(read_file(folder / "exported/config.json"));
-  CHECK(config.at("vision_config").at("num_hidden_layers") == 2);
-  CHECK(config.at("vision_feature_layer") == -1);
-  CHECK(config.at("text_config").at("eos_token_id") == 301);
-  const HuggingFaceWeights weights = open_huggingface_weights(folder / "exported");
-  CHECK(weights.tensors.contains("vision_tower.post_layernorm.weight"));
-  CHECK(!weights.tensors.contains("vision_tower.encoder.layers.2.layer_norm1.weight"));
-
-  const std::string again = import_from(folder / "exported", folder, "again");
-  const Expected expected = load_expected(name);
-  CHECK(largest_difference(compute(again, expected).logits, expected.logits) < 1e-4);
-}
-
-TEST_CASE("exports of models with towers in another format hold the parts that nobody reads, too",
-          "[engine][huggingface][llava]") {
-  const TemporaryFolder folder;
-  const std::string imported = import_from(kLlavaFolder + "clip_llama", folder, "imported");
-  REQUIRE(run_export({.checkpoint = imported, .output = folder / "half", .dtype = "fp16"}) == 0);
-  const HuggingFaceWeights wide = open_huggingface_weights(kLlavaFolder + "clip_llama"),
-                           half = open_huggingface_weights(folder / "half");
-  CHECK(wide.tensors.size() == half.tensors.size());
-  for (const auto& [name, place] : half.tensors) {
-    CHECK(place.entry.dtype == DType::kF16);
-    CHECK(place.entry.shape == wide.tensors.at(name).entry.shape);
-  }
-  const json config = json::parse(read_file(folder / "half/config.json"));
-  CHECK(config.at("dtype") == "float16");
 }
 
 TEST_CASE("what a LLaVA config.json leaves out is that of published models", "[engine][huggingface][llava]") {

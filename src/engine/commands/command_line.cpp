@@ -344,9 +344,8 @@ void add_export(CLI::App& app, ExportOptions& options) {
           "Checkpoint or run folder that adapters or a side network were trained beside, where it has moved "
           "(default: where the run names it)")
       ->type_name("FOLDER");
-  CLI::Option& shard_size = *command.add_option(
-      "--shard-size", options.shard_size,
-      "Largest size of a weight file, e.g. 5GB (default: split like the imported model, else 50GB)");
+  CLI::Option& shard_size = *command.add_option("--shard-size", options.shard_size,
+                                                "Largest size of a weight file, e.g. 5GB (default: 50GB)");
   shard_size.type_name("SIZE");
   command
       .add_flag(

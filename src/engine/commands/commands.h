@@ -100,7 +100,7 @@ struct ExportOptions {
   std::string like = {};
   // The weights that adapters were trained beside; empty: those that the checkpoint names.
   std::string base = {};
-  // "5GB"; empty: as imported, or transformers' default.
+  // "5GB"; empty: transformers' default.
   std::string shard_size = {};
   bool adapter = false;  // the adapters alone, as peft has them
   // "nf4" or "fp4": linear weights as bitsandbytes has them; empty: in the format of the others.

@@ -3,9 +3,7 @@
 #include <cmath>
 #include <cstdio>
 #include <filesystem>
-#include <set>
 #include <tuple>
-#include <unordered_map>
 #include <utility>
 
 #include "core/error.h"
@@ -27,7 +25,6 @@
 #include "engine/huggingface/llava_config.h"
 #include "engine/huggingface/llava_tensors.h"
 #include "engine/huggingface/peft_adapter.h"
-#include "engine/huggingface/unread_weights.h"
 #include "engine/text/tokenizer_files.h"
 
 namespace parka {
@@ -35,8 +32,6 @@ namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
-
-constexpr int64_t kDefaultFileBytes = 50'000'000'000;  // of transformers' save_pretrained
 
 constexpr std::array<std::pair<std::string_view, DType>, 3> kFormats{
     {{"bf16", DType::kBF16}, {"fp16", DType::kF16}, {"fp32", DType::kF32}}};
@@ -48,28 +43,64 @@ std::optional<DType> parse_format(const std::string& name) {
   return std::nullopt;  // not given; the command line knows no other
 }
 
+LoadedCheckpoint open_whole(const ExportOptions& options) {
+  if (options.base.empty()) return open_checkpoint(options.checkpoint);
+  LoadedCheckpoint checkpoint = open_checkpoint(options.checkpoint, {"checkpoint.init_from=" + options.base});
+  if (!has_base(checkpoint)) {
+    throw_bad_input("{}: has all of its weights, so --base {} is not needed; leave it out", checkpoint.path(),
+                    options.base);
+  }
+  return checkpoint;
+}
+
+// The key by which two models differ, most important first; empty if none does.
+std::string first_difference(const ModelConfig& one, const ModelConfig& other) {
+  const ResumeDifferences differences = model_differences(one, other);
+  const std::vector<std::string>& shown = differences.refused.empty() ? differences.allowed : differences.refused;
+  return shown.empty() ? std::string() : shown.front();
+}
+
+// What is added to a model says nothing of it: whoever adds it to its base computes as the base's config.json says.
+void check_base_is_unchanged(const LoadedCheckpoint& checkpoint, const Config& config) {
+  if (checkpoint.base() == nullptr) return;
+  const std::string difference = first_difference(config_of(*checkpoint.base()).model, config.model);
+  if (difference.empty()) return;
+  const bool is_qst = config.finetune.method == FinetuneMethod::kQst;
+  throw_bad_input("{}: its base is changed, {}, and {} cannot say so; {}", checkpoint.path(), difference,
+                  is_qst ? "a side network" : "adapters",
+                  is_qst ? "give the base these keys in a run of all weights with optimizer.lr = 0, and begin there"
+                         : "export the whole model, without --adapter");
+}
+
+std::string export_side_network(const ExportOptions& options, const LoadedCheckpoint& checkpoint,
+                                const Config& config) {
+  if (!options.adapter) {
+    throw_bad_input(
+        "{}: has a side network, which is nothing that could be added to the weights; `parka export --adapter` writes it "
+        "alone{}",
+        checkpoint.path(),
+        has_base(checkpoint) ? ", and its base, a checkpoint of its own, is exported as ever" : "");
+  }
+  if (!options.family.empty() || !options.like.empty()) {
+    throw_bad_input("{}: a side network is written as Parka has it; leave --family and --like out",
+                    checkpoint.path());
+  }
+  check_base_is_unchanged(checkpoint, config);
+  write_side_network(checkpoint, config, options.output);
+  return fmt::format("side network of step {} of {}", checkpoint.step(), checkpoint.path());
+}
+
 class Exporter {
  public:
-  explicit Exporter(const ExportOptions& options)
+  Exporter(const ExportOptions& options, const LoadedCheckpoint& checkpoint, const Config& config)
       : options_(options),
-        checkpoint_(open_whole(options)),
-        config_(config_of(checkpoint_)),
+        checkpoint_(checkpoint),
+        config_(config),
+        wanted_(parse_format(options.dtype)),
         table_(make_parameter_table(config_.model, false)),
         weights_(checkpoint_, table_.all, lora_adapters(config_)) {
-    if (config_.finetune.method == FinetuneMethod::kQst) {
-      if (options.adapter && options.family.empty() && options.like.empty()) return;
-      if (options.adapter) {
-        throw_bad_input("{}: a side network is written as Parka has it; leave --family and --like out",
-                        checkpoint_.path());
-      }
-      throw_bad_input(
-          "{}: has a side network, which is nothing that could be added to the weights; `parka export --adapter` writes it "
-          "alone{}",
-          checkpoint_.path(),
-          has_base(checkpoint_) ? ", and its base, a checkpoint of its own, is exported as ever" : "");
-    }
-    // What the weights come from says how they are laid out; --like, what goes along with them, or the tokenizer
-    // that the run keeps.
+    // What the weights come from says how they are named; --like, what goes along with them, or the tokenizer that
+    // the run keeps.
     const json state = state_with_base();
     if (options.like.empty()) tokenizer_ = find_tokenizer(checkpoint_.path(), state);
     origin_ = find_origin(checkpoint_.path(), state, [&](const std::string& gone) {
@@ -78,12 +109,12 @@ class Exporter {
                   gone);
     });
     if (origin_) {
-      layout_of_origin_ = origin_->layout;
+      formats_ = origin_->formats;
       format_of_origin_ = huggingface_dtype(read_config(*origin_).second);
     }
     model_ = config_.model;
     if (model_.vision.exists()) choose_tower();
-    if (!options.like.empty()) origin_ = HuggingFaceOrigin{model_folder_of(options.like), {}};
+    if (!options.like.empty()) origin_ = HuggingFaceOrigin{model_folder_of(options.like)};
     if (origin_) std::tie(origin_text_, origin_config_) = read_config(*origin_);
     if (origin_ && !(is_vila_ && options.like.empty())) {  // VILA's own config.json is of no family
       original_ =
@@ -95,62 +126,52 @@ class Exporter {
     if (!options.like.empty() && original_) check_pictures_of(original_->model.vision);
     choose_language_model();
     tensors_ = huggingface_tensors(*family_, model_, table_, llava_);
-    for (const HuggingFaceTensor& tensor : tensors_) by_name_.emplace(tensor.name, &tensor);
-    choose_layout();
+    if (llava_ == nullptr) return;
+    for (const char* name : {"post_layernorm.weight", "post_layernorm.bias"}) {  // no parameter's: nothing reads it
+      tensors_.push_back({.name = std::string(llava_->tower) + name, .shape = {model_.vision.tower.width}});
+    }
   }
 
-  void write(const std::string& out) const {
-    if (options_.adapter) check_model_of_adapters();
-    if (config_.finetune.method == FinetuneMethod::kQst) {
-      write_side_network(checkpoint_, config_, out);
-      return;
-    }
+  // Returns a description of what is written.
+  std::string write(const std::string& out) const {
     if (options_.adapter) {
-      write_peft_adapter(checkpoint_, config_, *family_, base_for_peft(), out);
-      return;
-    }
-    if (is_vila_) {
-      write_parts(out);
-      return;
-    }
-    DraftFolder draft(out);
-    write_new_file(draft / kHuggingFaceConfigName, config_text());
-    if (const std::optional<std::string> folder = came_with()) {
-      for (const std::string& name : carried_files(*folder)) {
-        copy_to_new_file((fs::path(*folder) / name).string(), draft / name);
+      check_base_is_unchanged(checkpoint_, config_);
+      const std::string difference =
+          options_.like.empty() || !original_ ? "" : first_difference(original_->model, config_.model);
+      if (!difference.empty()) {
+        throw_bad_input("{}: --like {} is another model than the adapters' base: {}", checkpoint_.path(),
+                        options_.like, difference);
       }
+      write_peft_adapter(checkpoint_, config_, *family_, base_for_peft(), out);
+      return fmt::format("adapters of step {} of {}", checkpoint_.step(), checkpoint_.path());
     }
-    if (model_.vision.exists()) require_pixel_statistics(draft / ".", model_.vision.tower, checkpoint_.path());
-    for (const HuggingFaceLayout::File& file : layout_.files) write_file(draft / file.name, file);
-    if (!layout_.index_text.empty()) write_new_file(draft / kHuggingFaceIndexName, layout_.index_text);
-    draft.publish();
-  }
-
-  std::string description() const {
-    if (config_.finetune.method == FinetuneMethod::kQst) {
-      return fmt::format("side network of step {} of {}", checkpoint_.step(), checkpoint_.path());
-    }
-    if (options_.adapter) return fmt::format("adapters of step {} of {}", checkpoint_.step(), checkpoint_.path());
+    const std::optional<std::string> folder =
+        tokenizer_ || !origin_ ? tokenizer_ : std::optional(origin_->folder);  // of the files that go along
+    DraftFolder draft(out);
     if (is_vila_) {
+      write_parts(draft, folder);
       return fmt::format("step {} of {}, in VILA's folders {}, {} and {}", checkpoint_.step(), checkpoint_.path(),
                          kVilaText, kVilaTower, kVilaProjector);
     }
-    return fmt::format("step {} of {} in {}, {} file{}{}", checkpoint_.step(), checkpoint_.path(), format_names(),
-                       layout_.files.size(), layout_.files.size() == 1 ? "" : "s",
-                       came_with() ? fmt::format(", with what came with {}", *came_with()) : "");
+    const DType usual = usual_format(table_.all.front());
+    std::vector<DType> formats;
+    for (const HuggingFaceTensor& tensor : tensors_) {
+      if (std::ranges::count(formats, format_of(tensor, usual)) == 0) formats.push_back(format_of(tensor, usual));
+    }
+    write_new_file(draft / kHuggingFaceConfigName, config_text(formats, usual));
+    for (const std::string& name : folder ? carried_files(*folder) : std::vector<std::string>()) {
+      copy_to_new_file((fs::path(*folder) / name).string(), draft / name);
+    }
+    if (model_.vision.exists()) require_pixel_statistics(draft / ".", model_.vision.tower, checkpoint_.path());
+    const size_t files = write_tensors(draft / ".", tensors_, usual);
+    draft.publish();
+    std::string names;
+    for (const DType dtype : formats) names += fmt::format("{}{}", names.empty() ? "" : " and ", name_of(dtype));
+    return fmt::format("step {} of {} in {}, {} file{}{}", checkpoint_.step(), checkpoint_.path(), names, files,
+                       files == 1 ? "" : "s", folder ? fmt::format(", with what came with {}", *folder) : "");
   }
 
  private:
-  static LoadedCheckpoint open_whole(const ExportOptions& options) {
-    if (options.base.empty()) return open_checkpoint(options.checkpoint);
-    LoadedCheckpoint checkpoint = open_checkpoint(options.checkpoint, {"checkpoint.init_from=" + options.base});
-    if (!has_base(checkpoint)) {
-      throw_bad_input("{}: has all of its weights, so --base {} is not needed; leave it out", checkpoint.path(),
-                      options.base);
-    }
-    return checkpoint;
-  }
-
   // The state, in which the base is named by the place where it was found.
   json state_with_base() const {
     json state = checkpoint_.state();
@@ -168,34 +189,6 @@ class Exporter {
     return {std::move(text), std::move(parsed)};
   }
 
-  // What is added to a model says nothing of it: whoever adds it to its base computes as the base's config.json
-  // says.
-  void check_model_of_adapters() const {
-    const auto first_difference = [&](const ModelConfig& of_base) {
-      const ResumeDifferences differences = model_differences(of_base, config_.model);
-      const std::vector<std::string>& shown =
-          differences.refused.empty() ? differences.allowed : differences.refused;
-      return shown.empty() ? std::string() : shown.front();
-    };
-    if (checkpoint_.base() != nullptr) {
-      const std::string difference = first_difference(config_of(*checkpoint_.base()).model);
-      const bool is_qst = config_.finetune.method == FinetuneMethod::kQst;
-      if (!difference.empty()) {
-        throw_bad_input(
-            "{}: its base is changed, {}, and {} cannot say so; {}", checkpoint_.path(), difference,
-            is_qst ? "a side network" : "adapters",
-            is_qst ? "give the base these keys in a run of all weights with optimizer.lr = 0, and begin there"
-                   : "export the whole model, without --adapter");
-      }
-    }
-    if (options_.like.empty() || !original_) return;
-    const std::string difference = first_difference(original_->model);
-    if (!difference.empty()) {
-      throw_bad_input("{}: --like {} is another model than the adapters' base: {}", checkpoint_.path(),
-                      options_.like, difference);
-    }
-  }
-
   // What goes along with --like prepares pictures of that model's size, and its tokenizer knows that model's image
   // slots.
   void check_pictures_of(const VisionConfig& theirs) const {
@@ -211,31 +204,16 @@ class Exporter {
         checkpoint_.path(), sizes(ours), options_.like, sizes(theirs));
   }
 
-  // The folder of the files that go along.
-  std::optional<std::string> came_with() const {
-    return tokenizer_ || !origin_ ? tokenizer_ : std::optional(origin_->folder);
-  }
-
-  // Names are those of the imported model, and so are the parts of the tower that no model reads. Without these
-  // the export has the tower up to the block that is read.
+  // Names are those of the imported model. The export has the tower up to the block that is read, and a last
+  // LayerNorm that changes nothing, because transformers looks for one.
   void choose_tower() {
     is_vila_ = model_.vision.projector.kind != ProjectorKind::kMlp2xGelu;
     if (is_vila_) make_vila_config(model_.vision, nullptr);  // refuses what VILA 1.5 does not have
-    llava_ = is_vila_ ? &vila_part_names() : &all_llava_names().front();
-    if (layout_of_origin_) {
-      std::set<std::string> names;
-      for (const HuggingFaceLayout::File& file : layout_of_origin_->files) {
-        for (const SafetensorsEntry& entry : file.header.tensors) names.insert(entry.name);
-      }
-      const LlavaNames* found = find_llava_names([&](const std::string& name) { return names.contains(name); });
-      if (found != nullptr) llava_ = found;
-    }
-    if (origin_) unread_ = UnreadWeights::open(origin_->folder);
-    if (unread_) return;
+    llava_ = find_llava_names([&](const std::string& name) { return formats_.contains(name); });
+    if (llava_ == nullptr) llava_ = is_vila_ ? &vila_part_names() : &all_llava_names().front();
     TowerConfig& tower = model_.vision.tower;
     tower.num_layers = tower.num_blocks();
     tower.feature_layer = -1;
-    unread_ = UnreadWeights::last_norm(tower);
   }
 
   void choose_language_model() {
@@ -247,90 +225,18 @@ class Exporter {
                     checkpoint_.path(), family_->model_type);
   }
 
-  // The tensor of a layout's name: a tied head is the embedding.
-  const HuggingFaceTensor* find(const std::string& name) const {
-    const auto found = by_name_.find(name);
-    if (found != by_name_.end()) return found->second;
-    const bool is_tied_head = model_.tie_embeddings && name == head_name(*family_, llava_);
-    return is_tied_head ? &embedding_of(tensors_) : nullptr;
-  }
-
-  // That of the tower that no model reads; null: it is none.
-  const SafetensorsEntry* find_unread(std::string_view name) const {
-    if (llava_ == nullptr || !name.starts_with(llava_->tower)) return nullptr;
-    const auto found = unread_->tensors().find(std::string(name.substr(llava_->tower.size())));
-    return found == unread_->tensors().end() ? nullptr : &found->second;
-  }
-
-  // Whether the files of the origin have a place for each of these weights and nothing else.
-  bool fits(const HuggingFaceLayout& layout, std::optional<DType> dtype) const {
-    std::set<const HuggingFaceTensor*> found;
-    for (const HuggingFaceLayout::File& file : layout.files) {
-      for (const SafetensorsEntry& entry : file.header.tensors) {
-        const HuggingFaceTensor* tensor = find(entry.name);
-        if (const SafetensorsEntry* unread = find_unread(entry.name); unread != nullptr) {
-          if (entry.shape != unread->shape) return false;
-          if (dtype && entry.dtype != *dtype && is_plain_float(entry.dtype)) return false;
-          continue;
-        }
-        if (tensor == nullptr || entry.shape != tensor->shape || !is_plain_float(entry.dtype)) return false;
-        if (dtype && entry.dtype != *dtype) return false;
-        found.insert(tensor);
-      }
-    }
-    return found.size() == tensors_.size();
-  }
-
-  void choose_layout() {
-    const std::optional<DType> wanted = parse_format(options_.dtype);
-    if (layout_of_origin_ && options_.shard_size.empty() && fits(*layout_of_origin_, wanted)) {
-      layout_ = *layout_of_origin_;
-      return;
-    }
-    layout_ = make_layout(wanted ? *wanted : usual_format(), max_file_bytes());
-  }
-
-  int64_t max_file_bytes() const {
-    return options_.shard_size.empty() ? kDefaultFileBytes : parse_byte_size(options_.shard_size);
-  }
-
-  // Numbers of positions, which only older versions of transformers save, are left out.
-  // `part`: of a folder of VILA's; empty: of everything.
-  HuggingFaceLayout make_layout(DType dtype, int64_t max_file_bytes, const std::string& part = {}) const {
-    std::vector<HuggingFaceTensor> all = tensors_;
-    if (unread_) {
-      for (const auto& [name, entry] : unread_->tensors()) {
-        if (!is_plain_float(entry.dtype)) continue;
-        all.push_back({.name = std::string(llava_->tower) + name, .shape = entry.shape});
-      }
-    }
-    if (!part.empty()) std::erase_if(all, [&](const auto& tensor) { return vila_part_of(tensor.name) != part; });
-    int64_t num_parameters = 0;
-    for (const HuggingFaceTensor& tensor : all) num_parameters += num_elements_of(tensor.shape);
-    return make_huggingface_layout(all, dtype, max_file_bytes, num_parameters);
-  }
-
-  // The origin's format if it has one for all weights, else what the checkpoint computes in.
-  DType usual_format() const {
+  // The format that the origin's config.json names if that is one for weights, else the checkpoint's.
+  DType usual_format(const ParameterInfo& parameter) const {
     for (const auto& [text, dtype] : kFormats) {
       if (format_of_origin_ == huggingface_name_of(dtype)) return dtype;
     }
-    return weights_.dtype(table_.all.front());
+    return weights_.dtype(parameter);
   }
 
-  std::vector<DType> formats() const {
-    std::vector<DType> used;
-    for (const HuggingFaceLayout::File& file : layout_.files) {
-      for (const SafetensorsEntry& entry : file.header.tensors) {
-        if (std::find(used.begin(), used.end(), entry.dtype) == used.end()) used.push_back(entry.dtype);
-      }
-    }
-    return used;
-  }
-  std::string format_names() const {
-    std::string names;
-    for (const DType dtype : formats()) names += fmt::format("{}{}", names.empty() ? "" : " and ", name_of(dtype));
-    return names;
+  // --dtype, or that of the imported tensor, or the usual one.
+  DType format_of(const HuggingFaceTensor& tensor, DType usual) const {
+    const auto found = formats_.find(tensor.name);
+    return wanted_.value_or(found != formats_.end() && is_plain_float(found->second) ? found->second : usual);
   }
 
   // The model that adapters are added to, where it came from Hugging Face; one that was trained here peft cannot
@@ -361,53 +267,39 @@ class Exporter {
   }
 
   // The origin's own text as far as it is true of these weights.
-  std::string config_text() const {
-    const std::vector<DType> used = formats();
+  std::string config_text(const std::vector<DType>& formats, DType usual) const {
+    const DType dtype = formats.size() == 1 ? formats.front() : usual;
     const HuggingFaceModel described{family_, model_, max_positions()};
     // The imported model's special tokens are not those of a run with a tokenizer of its own.
     if (!origin_ || (tokenizer_ && have_different_tokenizers(*tokenizer_, origin_->folder))) {
       const json special_tokens = tokenizer_ ? special_token_ids(*tokenizer_) : json::object();
-      return make_huggingface_config(described, used.front(), &special_tokens);
+      return make_huggingface_config(described, dtype, &special_tokens);
     }
     const ResumeDifferences differences = model_differences(original_->model, model_);
     const bool is_longer = described.max_positions > original_->max_positions;
     const bool is_open = leaves_local_theta_open(*original_, origin_config_);
-    if (original_->family != family_ || is_longer || is_open || !differences.refused.empty() ||
-        !differences.allowed.empty()) {
-      return make_huggingface_config(described, used.front(), &origin_config_);
+    if (original_->family != family_ || is_longer || is_open || model_.vision.exists() ||
+        !differences.refused.empty() || !differences.allowed.empty()) {
+      return make_huggingface_config(described, dtype, &origin_config_);
     }
     const std::optional<std::string> named = huggingface_dtype(origin_config_);
-    if (used.size() > 1 || !named || named == huggingface_name_of(used.front())) return origin_text_;
-    return with_huggingface_dtype(origin_text_, used.front());
+    if (formats.size() > 1 || !named || named == huggingface_name_of(dtype)) return origin_text_;
+    return with_huggingface_dtype(origin_text_, dtype);
   }
 
-  // That of the checkpoint, unless one is named for all.
-  DType format_of_part(std::string_view part) const {
-    if (const std::optional<DType> wanted = parse_format(options_.dtype)) return *wanted;
-    if (format_of_origin_) return usual_format();
-    const auto first = std::find_if(tensors_.begin(), tensors_.end(), [&](const HuggingFaceTensor& tensor) {
-      return vila_part_of(tensor.name) == part;
-    });
-    return weights_.dtype(table_.all[first->parameter]);
-  }
-
-  // VILA's folder of three: each is a model by itself, with the rows of the layout that are its own.
-  void write_parts(const std::string& out) const {
+  // VILA's folder of three: each is a model by itself.
+  void write_parts(DraftFolder& draft, const std::optional<std::string>& folder) const {
     ModelConfig text = model_;
     text.vision = {};
     const HuggingFaceModel language_model{family_, text, max_positions()};
-    const std::optional<std::string> folder = came_with();
     const json special_tokens = folder ? special_token_ids(*folder) : json::object();
-    DraftFolder draft(out);
     const auto write_part = [&](const std::string& part, const auto& config_in) {
-      const DType dtype = format_of_part(part);
+      std::vector<HuggingFaceTensor> tensors = tensors_;
+      std::erase_if(tensors, [&](const auto& tensor) { return vila_part_of(tensor.name) != part; });
+      const DType dtype = wanted_.value_or(usual_format(table_.all[tensors.front().parameter]));
       make_directory(draft / part);
       write_new_file(draft / part + "/" + kHuggingFaceConfigName, config_in(dtype));
-      const HuggingFaceLayout layout = make_layout(dtype, max_file_bytes(), part);
-      for (const HuggingFaceLayout::File& file : layout.files) write_file(draft / part + "/" + file.name, file);
-      if (!layout.index_text.empty()) {
-        write_new_file(draft / part + "/" + kHuggingFaceIndexName, layout.index_text);
-      }
+      write_tensors(draft / part, tensors, dtype);
     };
     write_part(kVilaText,
                [&](DType dtype) { return make_huggingface_config(language_model, dtype, &special_tokens); });
@@ -425,18 +317,16 @@ class Exporter {
     draft.publish();
   }
 
-  void write_file(const std::string& path, const HuggingFaceLayout::File& layout) const {
-    OutputFile file(path);
-    file.write(as_bytes(with_header_length(layout.header_text)));
-    for (const SafetensorsEntry& entry : layout.header.tensors) {
-      if (const SafetensorsEntry* unread = find_unread(entry.name); unread != nullptr) {
-        unread_->write(unread->name, entry.dtype, file);
-      } else {
-        write_tensor(*find(entry.name), entry, file);
-      }
+  size_t write_tensors(const std::string& folder, const std::vector<HuggingFaceTensor>& tensors,
+                       DType usual) const {
+    constexpr int64_t kDefaultFileBytes = 50'000'000'000;  // of transformers' save_pretrained
+    std::vector<SafetensorsEntry> entries;
+    for (const HuggingFaceTensor& tensor : tensors) {
+      entries.push_back({.name = tensor.name, .dtype = format_of(tensor, usual), .shape = tensor.shape});
     }
-    file.sync();
-    file.close();
+    return write_huggingface_weights(
+        folder, entries, options_.shard_size.empty() ? kDefaultFileBytes : parse_byte_size(options_.shard_size),
+        [&](size_t i, OutputFile& file) { write_tensor(tensors[i], entries[i], file); });
   }
 
   void write_tensor(const HuggingFaceTensor& tensor, const SafetensorsEntry& entry, OutputFile& file) const {
@@ -452,6 +342,11 @@ class Exporter {
       if (entry.dtype == DType::kF16) check_range(values, bytes, entry.name);
       file.write(bytes);
     };
+    if (tensor.num_rows == 0) {  // no parameter's
+      write(
+          std::vector<float>(static_cast<size_t>(num_elements_of(tensor.shape)), tensor.name.ends_with("weight")));
+      return;
+    }
     const int64_t columns = tensor.num_columns();
     if (columns == parameter.cols) {
       weights_.read(parameter, range, form, [&](int64_t, std::span<const float> values) { write(values); });
@@ -476,16 +371,15 @@ class Exporter {
   }
 
   const ExportOptions& options_;
-  LoadedCheckpoint checkpoint_;
-  Config config_;
-  ModelConfig model_;  // as it is exported
+  const LoadedCheckpoint& checkpoint_;
+  const Config& config_;
+  std::optional<DType> wanted_;  // for all weights
+  ModelConfig model_;            // as it is exported
   ParameterTable table_;
   CheckpointWeights weights_;
-  const LlavaNames* llava_ = nullptr;    // of a model with a tower
-  bool is_vila_ = false;                 // it is written in VILA's three folders
-  std::optional<UnreadWeights> unread_;  // likewise
-  std::unordered_map<std::string, const HuggingFaceTensor*> by_name_;
-  std::optional<HuggingFaceLayout> layout_of_origin_;  // of what the weights come from, and the format it names
+  const LlavaNames* llava_ = nullptr;  // of a model with a tower
+  bool is_vila_ = false;               // it is written in VILA's three folders
+  TensorFormats formats_;              // of what the weights come from, and the format that it names
   std::optional<std::string> format_of_origin_;
   std::optional<HuggingFaceOrigin> origin_;  // the same, or --like
   std::optional<std::string> tokenizer_;     // the folder of the run's or the model's own; not with --like
@@ -493,16 +387,18 @@ class Exporter {
   json origin_config_;
   std::optional<HuggingFaceModel> original_;   // what it describes
   const HuggingFaceFamily* family_ = nullptr;  // of the export
-  std::vector<HuggingFaceTensor> tensors_;
-  HuggingFaceLayout layout_;
+  std::vector<HuggingFaceTensor> tensors_;     // with num_rows = 0: of no parameter
 };
 
 }  // namespace
 
 int run_export(const ExportOptions& options) {
-  const Exporter exporter(options);
-  exporter.write(options.output);
-  std::printf("%s: %s\n", options.output.c_str(), exporter.description().c_str());
+  const LoadedCheckpoint checkpoint = open_whole(options);
+  const Config config = config_of(checkpoint);
+  const std::string description = config.finetune.method == FinetuneMethod::kQst
+                                      ? export_side_network(options, checkpoint, config)
+                                      : Exporter(options, checkpoint, config).write(options.output);
+  std::printf("%s: %s\n", options.output.c_str(), description.c_str());
   return 0;
 }
 

@@ -1,7 +1,6 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
-#include <map>
 
 #include "core/error.h"
 #include "core/log/log.h"
@@ -18,7 +17,6 @@
 #include "engine/huggingface/import_source.h"
 #include "engine/huggingface/llava_tensors.h"
 #include "engine/huggingface/peft_adapter.h"
-#include "engine/huggingface/unread_weights.h"
 #include "engine/huggingface/value_check.h"
 #include "engine/training/progress.h"
 #include "model/vision/projector.h"
@@ -55,7 +53,7 @@ class Importer {
         table_(make_parameter_table(source_.described.model, false)),
         tensors_(stored_tensors()) {
     if (model().tie_embeddings) name_tied_embedding(source_.weights, embedding_of(tensors_).name, head());
-    if (has_tower()) take_unread_weights();
+    if (has_tower()) drop_unread_weights();
     quantized_ = take_bitsandbytes_weights(source_.weights);
     check_huggingface_weights(source_.weights, tensors_, head(),
                               fs::path(source_.config_path).parent_path().string());
@@ -79,7 +77,6 @@ class Importer {
         copy_to_new_file((fs::path(file.folder) / file.name).string(), beside + file.name);
       }
     }
-    if (has_tower()) write_unread_weights(draft);
     if (!with_zeros_.empty()) {
       log_warning(
           "{}: has rows of zeros in {} of its matrices, first in {}; download it again, unless it was padded, "
@@ -126,29 +123,12 @@ class Importer {
     return tensors;
   }
 
-  void take_unread_weights() {
-    const TowerConfig& tower = model().vision.tower;
+  // What no model reads of a tower is left out.
+  void drop_unread_weights() {
     std::erase_if(source_.weights.tensors, [&](const auto& tensor) {
-      const std::string_view name = tensor.first;
-      if (!name.starts_with(source_.llava->tower)) return false;
-      const std::string_view in_tower = name.substr(source_.llava->tower.size());
-      if (!is_unread_by_models(in_tower, tower)) return false;
-      unread_.emplace(in_tower, tensor.second);
-      return true;
+      const std::string_view name = tensor.first, prefix = source_.llava->tower;
+      return name.starts_with(prefix) && is_unread_by_models(name.substr(prefix.size()), model().vision.tower);
     });
-  }
-
-  void write_unread_weights(const DraftFolder& draft) const {
-    std::vector<Target> targets;
-    for (const auto& [name, place] : unread_) {
-      SafetensorsEntry entry = place.entry;
-      entry.name = name;
-      targets.push_back({std::move(entry), {{&place, /*columns=*/0}}, /*parameter=*/0});
-    }
-    std::vector<const Target*> all;
-    all.reserve(targets.size());
-    for (const Target& target : targets) all.push_back(&target);
-    write_shard(draft, std::string(kHuggingFaceFolder) + "/" + kUnreadWeightsName, all);
   }
 
   // bf16 as it is; fp32 as it is; fp16, and parts that differ, as fp32, which is exact.
@@ -354,20 +334,15 @@ class Importer {
   }
 
   json state() const {
-    // Files with tensors that are not weights cannot be written again.
-    const auto& files = source_.weights.layout.files;
-    const bool complete = source_.is_one_folder && quantized_.empty() &&
-                          std::none_of(files.begin(), files.end(), [](const HuggingFaceLayout::File& file) {
-                            return std::any_of(file.header.tensors.begin(), file.header.tensors.end(),
-                                               [](const SafetensorsEntry& entry) {
-                                                 return is_ignored_huggingface_tensor(entry.name);
-                                               });
-                          });
+    TensorFormats formats;
+    for (const HuggingFaceTensor& tensor : tensors_)
+      formats.emplace(tensor.name, place_of(tensor.name).entry.dtype);
+    const bool has_formats = source_.is_one_folder && quantized_.empty();
     return {{"config", model_config()},
             {kImportedFromKey,
              recordable_path(fs::absolute(source_.config_path).lexically_normal().parent_path().string())},
             {kMaxPositionsKey, source_.described.max_positions},
-            {kLayoutKey, complete ? encode_layout(source_.weights.layout) : json()}};
+            {kFormatsKey, has_formats ? encode_formats(formats) : json()}};
   }
 
   // LLaVA-1.5 is trained like this: a new projector alone at first, then with the language model.
@@ -401,7 +376,6 @@ class Importer {
   ImportSource source_;
   ParameterTable table_;
   std::vector<HuggingFaceTensor> tensors_;
-  std::map<std::string, HuggingFaceWeights::Place> unread_;        // of its tower, by names after those of that
   std::unordered_map<std::string, BitsAndBytesWeight> quantized_;  // by the name of their tensor
   std::vector<Target> targets_;
   mutable std::vector<std::string> with_zeros_;  // names of matrices

@@ -33,13 +33,6 @@ constexpr std::array<std::pair<std::string_view, DType>, 9> kDTypes{{{"F32", DTy
                                                                      {"U8", DType::kU8},
                                                                      {"I64", DType::kI64}}};
 
-std::string_view format_name(DType dtype) {
-  for (const auto& [name, value] : kDTypes) {
-    if (value == dtype) return name;
-  }
-  throw_internal("safetensors has no name for {}", name_of(dtype));
-}
-
 void check_tensors(const std::vector<const HostTensor*>& tensors) {
   std::set<std::string_view> names{kMetadataKey};
   for (const HostTensor* tensor : tensors) {
@@ -111,9 +104,7 @@ class EntryParser {
     const json& value = field("dtype");
     if (!value.is_string()) throw_bad_input("{}: dtype must be a string", where_);
     const auto& text = value.get_ref<const std::string&>();
-    for (const auto& [name, dtype] : kDTypes) {
-      if (name == text) return dtype;
-    }
+    if (const std::optional<DType> dtype = parse_format_name(text)) return *dtype;
     throw_bad_input("{}: dtype \"{}\" is not one that Parka reads", where_, printable(text));
   }
 
@@ -145,7 +136,7 @@ std::map<std::string, std::string> parse_metadata(const json& value, std::string
   return metadata;
 }
 
-// Sorts the tensors by position and checks that they fill the file's data exactly; `file_bytes` may be any.
+// Sorts the tensors by position and checks that they fill the file's data exactly.
 void check_layout(SafetensorsHeader& header, int64_t file_bytes, std::string_view where) {
   // An empty tensor has the offset of its successor and must come before it.
   const auto position = [](const SafetensorsEntry& e) { return std::tie(e.offset, e.num_bytes, e.name); };
@@ -159,7 +150,7 @@ void check_layout(SafetensorsHeader& header, int64_t file_bytes, std::string_vie
     }
     end += entry.num_bytes;
   }
-  if (file_bytes == kAnyFileBytes || end == file_bytes) return;
+  if (end == file_bytes) return;
   if (file_bytes < end) {
     throw_bad_input("{}: cut short: has {} of {} bytes; download it again, or copy it again", where, file_bytes,
                     end);
@@ -168,6 +159,20 @@ void check_layout(SafetensorsHeader& header, int64_t file_bytes, std::string_vie
 }
 
 }  // namespace
+
+std::string_view format_name(DType dtype) {
+  for (const auto& [name, value] : kDTypes) {
+    if (value == dtype) return name;
+  }
+  throw_internal("safetensors has no name for {}", name_of(dtype));
+}
+
+std::optional<DType> parse_format_name(std::string_view name) {
+  for (const auto& [known, dtype] : kDTypes) {
+    if (known == name) return dtype;
+  }
+  return std::nullopt;
+}
 
 int64_t num_bytes_of(DType dtype, const std::vector<int64_t>& shape) {
   int64_t bytes = size_of(dtype);
@@ -198,12 +203,6 @@ void write_safetensors(const std::vector<const HostTensor*>& tensors, const Safe
   for (const HostTensor* tensor : ordered) tensor->read(sink);
 }
 
-std::string with_header_length(std::string_view header_text) {
-  std::string start;
-  for (int i = 0; i < kLengthBytes; ++i) start += static_cast<char>(uint64_t{header_text.size()} >> (8 * i));
-  return start.append(header_text);
-}
-
 std::string encode_safetensors_header(const std::vector<SafetensorsEntry>& tensors,
                                       const SafetensorsMetadata& metadata) {
   nlohmann::ordered_json::object_t header;  // by its key a member would be looked for among all
@@ -223,11 +222,13 @@ std::string encode_safetensors_header(const std::vector<SafetensorsEntry>& tenso
     throw_internal("a tensor's name is not UTF-8");
   }
   while ((kLengthBytes + static_cast<int64_t>(text.size())) % kAlignment != 0) text += ' ';
-  return with_header_length(text);
+  std::string start;
+  for (int i = 0; i < kLengthBytes; ++i) start += static_cast<char>(uint64_t{text.size()} >> (8 * i));
+  return start + text;
 }
 
 SafetensorsHeader parse_safetensors_header(ByteSpan start, int64_t file_bytes, std::string_view where) {
-  const int64_t length = decode_length(start, file_bytes == kAnyFileBytes ? INT64_MAX : file_bytes, where);
+  const int64_t length = decode_length(start, file_bytes, where);
   const ByteSpan bytes = start.subspan(kLengthBytes);
   if (static_cast<int64_t>(bytes.size()) < length) throw_bad_input("{}: ends inside its header", where);
   const std::string_view text(reinterpret_cast<const char*>(bytes.data()), static_cast<size_t>(length));

@@ -74,19 +74,19 @@ void write_safetensors(const std::vector<const HostTensor*>& tensors, const Safe
 // this order. It is padded, so that the tensors' bytes begin at a multiple of 8.
 std::string encode_safetensors_header(const std::vector<SafetensorsEntry>& tensors,
                                       const SafetensorsMetadata& metadata);
-// The same around a header's own text.
-std::string with_header_length(std::string_view header_text);
 
 // Reads a header. `start` is the file's beginning, at least to the end of the header; `file_bytes` is the size of
-// the whole file; kAnyFileBytes: as large as the header says. For any bytes, either every tensor of the result lies
-// inside the file, none overlap and no byte is left over; or it throws Error(kBadInput), whose message begins with
-// `where`.
-constexpr int64_t kAnyFileBytes = -1;
+// the whole file. For any bytes, either every tensor of the result lies inside the file, none overlap and no byte
+// is left over; or it throws Error(kBadInput), whose message begins with `where`.
 SafetensorsHeader parse_safetensors_header(ByteSpan start, int64_t file_bytes, std::string_view where);
 SafetensorsHeader read_safetensors_header(const InputFile& file);
 // The same through `read`, which fills its second argument from an offset in the file on.
 using FileReader = std::function<void(int64_t offset, std::span<std::byte> out)>;
 SafetensorsHeader read_safetensors_header(const FileReader& read, int64_t file_bytes, std::string_view where);
+
+// A dtype as the format spells it, "BF16"; nullopt for one that Parka does not read.
+std::string_view format_name(DType dtype);
+std::optional<DType> parse_format_name(std::string_view name);
 
 // Bytes of a dense tensor, or -1 when a dimension is negative or the product overflows.
 int64_t num_bytes_of(DType dtype, const std::vector<int64_t>& shape);

@@ -14,7 +14,6 @@
 #include "engine/files/json_text.h"
 #include "engine/huggingface/config_reader.h"
 #include "engine/huggingface/llava_config.h"
-#include "engine/huggingface/unread_weights.h"
 
 namespace parka {
 namespace {
@@ -54,8 +53,8 @@ std::string source_of(const std::string& at, const json& state) {
   return base.empty() ? init_from_of(state) : base;
 }
 
-// encode_layout() in a run's copy, and HuggingFaceOrigin::max_positions.
-constexpr const char *kLayoutName = "layout.json", *kMaxPositionsName = "max_positions.json";
+// encode_formats() in a run's copy, and HuggingFaceOrigin::max_positions.
+constexpr const char *kFormatsName = "layout.json", *kMaxPositionsName = "max_positions.json";
 
 std::optional<int64_t> max_positions_in(const json& object, const std::string& where) {
   if (!object.contains(kMaxPositionsKey)) return std::nullopt;
@@ -64,13 +63,13 @@ std::optional<int64_t> max_positions_in(const json& object, const std::string& w
 
 // The origin that a run has kept; nullopt for a run without.
 std::optional<HuggingFaceOrigin> kept_origin(const std::string& run_folder) {
-  constexpr int64_t kMostLayoutBytes = int64_t{64} << 20;
+  constexpr int64_t kMostFormatsBytes = int64_t{64} << 20;
   const fs::path folder = fs::path(run_folder) / kHuggingFaceFolder;
   if (!file_exists(folder / kHuggingFaceConfigName)) return std::nullopt;
-  HuggingFaceOrigin origin{folder.string(), {}};
-  if (const std::string layout = folder / kLayoutName; file_exists(layout)) {
-    const json parsed = parse_json_text(read_text(layout, kMostLayoutBytes), layout, JsonComments::kRefused);
-    origin.layout = parse_layout(parsed, layout);
+  HuggingFaceOrigin origin{folder.string()};
+  if (const std::string path = folder / kFormatsName; file_exists(path)) {
+    origin.formats =
+        parse_formats(parse_json_text(read_text(path, kMostFormatsBytes), path, JsonComments::kRefused), path);
   }
   if (const std::string path = folder / kMaxPositionsName; file_exists(path)) {
     const std::string text = read_text(path, kMaxHuggingFaceConfigBytes);
@@ -84,9 +83,10 @@ void copy_origin(const HuggingFaceOrigin& origin, const std::string& copy) {
   DraftFolder draft(copy);
   std::vector<std::string> names = carried_files(origin.folder);
   names.emplace_back(kHuggingFaceConfigName);
-  if (file_exists(fs::path(origin.folder) / kUnreadWeightsName)) names.emplace_back(kUnreadWeightsName);
   for (const std::string& name : names) copy_to_new_file((fs::path(origin.folder) / name).string(), draft / name);
-  if (origin.layout) write_new_file(draft / kLayoutName, encode_layout(*origin.layout).dump() + "\n");
+  if (!origin.formats.empty()) {
+    write_new_file(draft / kFormatsName, encode_formats(origin.formats).dump() + "\n");
+  }
   if (origin.max_positions) {
     write_new_file(draft / kMaxPositionsName, json{{kMaxPositionsKey, *origin.max_positions}}.dump() + "\n");
   }
@@ -130,13 +130,13 @@ std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const json
                                              const std::function<void(const std::string& gone)>& report) {
   std::optional<HuggingFaceOrigin> origin;
   const std::string gone = follow_sources(path, state, [&](const std::string& at, const json& here) {
-    const auto layout = here.find(kLayoutKey);
-    if (layout == here.end()) {
+    const auto formats = here.find(kFormatsKey);
+    if (formats == here.end()) {
       if (const std::string run = run_folder_of(at); !run.empty()) origin = kept_origin(run);
       return origin.has_value();
     }
     origin = HuggingFaceOrigin{(fs::path(at) / kHuggingFaceFolder).string(), {}, max_positions_in(here, at)};
-    if (!layout->is_null()) origin->layout = parse_layout(*layout, at);
+    if (!formats->is_null()) origin->formats = parse_formats(*formats, at);
     return true;
   });
   if (!gone.empty()) report(gone);

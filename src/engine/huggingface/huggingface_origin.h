@@ -11,15 +11,16 @@ namespace parka {
 
 // The subfolder in which an imported model keeps the files that came with it, and a run that starts from it a copy.
 inline constexpr const char* kHuggingFaceFolder = "huggingface";
-// The key under which the state of an imported model's checkpoint has encode_layout() of its files.
-inline constexpr const char* kLayoutKey = "huggingface_layout";
+// The key under which the state of an imported model's checkpoint has encode_formats(), or null: named for the
+// layout of files that earlier versions kept there.
+inline constexpr const char* kFormatsKey = "huggingface_layout";
 // And where it was imported from.
 inline constexpr const char* kImportedFromKey = "imported_from";
 
 // The Hugging Face model that a checkpoint comes from, or that --like names.
 struct HuggingFaceOrigin {
-  std::string folder;                       // has config.json and the tokenizer's files
-  std::optional<HuggingFaceLayout> layout;  // of the weights' files, if the checkpoint comes from it
+  std::string folder;          // has config.json and the tokenizer's files
+  TensorFormats formats = {};  // of its weights, if the checkpoint comes from it
   // The longest sequence that the model supports, if the checkpoint comes from it: VILA's config.json does not say.
   std::optional<int64_t> max_positions = {};
 };

@@ -4,6 +4,7 @@
 #include <filesystem>
 #include <map>
 #include <set>
+#include <utility>
 
 #include <fmt/ranges.h>
 
@@ -23,6 +24,8 @@ constexpr int64_t kMaxIndexBytes = 64 << 20;
 std::string joined(const std::string& folder, const std::string& name) {
   return (fs::path(folder) / name).string();
 }
+
+std::string file_name(const InputFile& file) { return fs::path(file.path()).filename().string(); }
 
 // A name that an index gives must be one of a file in the model's own folder.
 void check_file_name(const std::string& name, const std::string& where) {
@@ -51,20 +54,15 @@ std::map<std::string, std::string> parse_index(const std::string& text, const st
 
 void open_file(const std::string& folder, const std::string& name, HuggingFaceWeights& weights) {
   InputFile file(joined(folder, name));
-  SafetensorsHeader header = read_safetensors_header(file);
-  constexpr int64_t kLengthBytes = 8;
-  std::string text(static_cast<size_t>(header.num_bytes - kLengthBytes), '\0');
-  file.read(kLengthBytes, std::as_writable_bytes(std::span(text)));
-  for (const SafetensorsEntry& entry : header.tensors) {
+  for (const SafetensorsEntry& entry : read_safetensors_header(file).tensors) {
     if (is_ignored_huggingface_tensor(entry.name)) continue;
     const auto [first, is_new] =
         weights.tensors.try_emplace(entry.name, HuggingFaceWeights::Place{weights.files.size(), entry});
     if (!is_new) {
       throw_bad_input("{}: tensor {} is in {} too", file.path(), printable(entry.name),
-                      weights.layout.files[first->second.file].name);
+                      weights.files[first->second.file].path());
     }
   }
-  weights.layout.files.push_back({name, std::move(text), std::move(header)});
   weights.files.push_back(std::move(file));
 }
 
@@ -73,48 +71,33 @@ void check_index(const std::map<std::string, std::string>& index, const HuggingF
   for (const auto& [tensor, file] : index) {
     if (is_ignored_huggingface_tensor(tensor)) continue;
     const auto found = weights.tensors.find(tensor);
-    if (found == weights.tensors.end() || weights.layout.files[found->second.file].name != file) {
+    if (found == weights.tensors.end() || file_name(weights.files[found->second.file]) != file) {
       throw_bad_input("{}: says that {} has the tensor {}, but it has not", where, file, printable(tensor));
     }
   }
 }
 
-// The order in which the safetensors library writes tensors of one format.
-bool precedes(const HuggingFaceTensor* a, const HuggingFaceTensor* b) { return a->name < b->name; }
-
 // The tensors of each file, by the rule of huggingface_hub's split_torch_state_dict_into_shards.
-std::vector<std::vector<const HuggingFaceTensor*>> split_into_files(const std::vector<HuggingFaceTensor>& tensors,
-                                                                    DType dtype, int64_t max_file_bytes) {
-  std::vector<std::vector<const HuggingFaceTensor*>> files;
-  std::vector<const HuggingFaceTensor*> current;
+std::vector<std::vector<size_t>> split_into_files(const std::vector<SafetensorsEntry>& tensors,
+                                                  int64_t max_file_bytes) {
+  std::vector<std::vector<size_t>> files;
+  std::vector<size_t> current;
   int64_t filled = 0;
-  for (const HuggingFaceTensor& tensor : tensors) {
-    const int64_t bytes = num_bytes_of(dtype, tensor.shape);
+  for (size_t i = 0; i < tensors.size(); ++i) {
+    const int64_t bytes = num_bytes_of(tensors[i].dtype, tensors[i].shape);
     if (bytes > max_file_bytes) {  // a file of its own, before the one that is being filled
-      files.push_back({&tensor});
+      files.push_back({i});
       continue;
     }
     if (filled + bytes > max_file_bytes) {
-      files.push_back(std::move(current));
-      current.clear();
+      files.push_back(std::exchange(current, {}));
       filled = 0;
     }
-    current.push_back(&tensor);
+    current.push_back(i);
     filled += bytes;
   }
   if (!current.empty()) files.push_back(std::move(current));
   return files;
-}
-
-HuggingFaceLayout::File make_file(const std::string& name, const std::vector<const HuggingFaceTensor*>& tensors,
-                                  DType dtype) {
-  std::vector<SafetensorsEntry> entries;
-  entries.reserve(tensors.size());
-  for (const HuggingFaceTensor* tensor : tensors) {
-    entries.push_back({.name = tensor->name, .dtype = dtype, .shape = tensor->shape});
-  }
-  const std::string start = encode_safetensors_header(entries, {{"format", "pt"}});
-  return {name, start.substr(8), parse_safetensors_header(as_bytes(start), kAnyFileBytes, name)};
 }
 
 bool has_weights(const std::string& folder) {
@@ -125,54 +108,70 @@ bool has_weights(const std::string& folder) {
 
 }  // namespace
 
-HuggingFaceLayout make_huggingface_layout(const std::vector<HuggingFaceTensor>& tensors, DType dtype,
-                                          int64_t max_file_bytes, int64_t num_parameters) {
-  auto files = split_into_files(tensors, dtype, max_file_bytes);
-  HuggingFaceLayout layout;
-  int64_t total_bytes = 0;
+json encode_formats(const TensorFormats& formats) {
+  json record = json::object();
+  for (const auto& [name, dtype] : formats) record[name] = format_name(dtype);
+  return record;
+}
+
+TensorFormats parse_formats(const json& record, const std::string& where) {
+  TensorFormats formats;
+  const auto add = [&](const json& tensors) {
+    for (const auto& [name, value] : tensors.items()) {
+      const json format = value.is_object() ? value.value("dtype", json()) : value;
+      if (const auto dtype = parse_format_name(format.is_string() ? format.get<std::string>() : "")) {
+        formats.emplace(name, *dtype);
+      }
+    }
+  };
+  try {
+    if (!record.contains("files")) {
+      add(record);
+    } else {  // of an earlier version, which kept the headers of the files
+      for (const json& file : record.at("files")) {
+        add(parse_json_text(file.at("header").get_ref<const std::string&>(), where, JsonComments::kRefused));
+      }
+    }
+    return formats;
+  } catch (const json::exception& e) {
+    throw_bad_input("{}: its record of the imported files was not written by Parka: {}", where, e.what());
+  }
+}
+
+size_t write_huggingface_weights(const std::string& folder, const std::vector<SafetensorsEntry>& tensors,
+                                 int64_t max_file_bytes,
+                                 const std::function<void(size_t tensor, OutputFile& file)>& write) {
+  auto files = split_into_files(tensors, max_file_bytes);
+  int64_t total_bytes = 0, num_parameters = 0;
   json weight_map;
   for (size_t i = 0; i < files.size(); ++i) {
     const std::string name = files.size() == 1
                                  ? kHuggingFaceFileName
                                  : fmt::format("model-{:05}-of-{:05}.safetensors", i + 1, files.size());
-    std::sort(files[i].begin(), files[i].end(), precedes);
-    for (const HuggingFaceTensor* tensor : files[i]) {
-      weight_map[tensor->name] = name;
-      total_bytes += num_bytes_of(dtype, tensor->shape);
+    // The order of the safetensors library.
+    std::sort(files[i].begin(), files[i].end(), [&](size_t a, size_t b) {
+      return std::pair(-size_of(tensors[a].dtype), tensors[a].name) <
+             std::pair(-size_of(tensors[b].dtype), tensors[b].name);
+    });
+    std::vector<SafetensorsEntry> entries;
+    for (const size_t tensor : files[i]) entries.push_back(tensors[tensor]);
+    OutputFile file(joined(folder, name));
+    file.write(as_bytes(encode_safetensors_header(entries, {{"format", "pt"}})));
+    for (const size_t tensor : files[i]) write(tensor, file);
+    file.sync();
+    file.close();
+    for (const SafetensorsEntry& entry : entries) {
+      weight_map[entry.name] = name;
+      total_bytes += num_bytes_of(entry.dtype, entry.shape);
+      num_parameters += num_elements_of(entry.shape);
     }
-    layout.files.push_back(make_file(name, files[i], dtype));
   }
   if (files.size() > 1) {
     const json index = {{"metadata", {{"total_parameters", num_parameters}, {"total_size", total_bytes}}},
                         {"weight_map", weight_map}};
-    layout.index_text = index.dump(2) + "\n";
+    write_new_file(joined(folder, kHuggingFaceIndexName), index.dump(2) + "\n");
   }
-  return layout;
-}
-
-json encode_layout(const HuggingFaceLayout& layout) {
-  json files = json::array();
-  for (const HuggingFaceLayout::File& file : layout.files) {
-    files.push_back({{"name", file.name}, {"header", file.header_text}});
-  }
-  return {{"files", files}, {"index", layout.index_text}};
-}
-
-HuggingFaceLayout parse_layout(const json& state, const std::string& where) {
-  try {
-    HuggingFaceLayout layout;
-    layout.index_text = state.at("index").get<std::string>();
-    for (const json& file : state.at("files")) {
-      HuggingFaceLayout::File parsed{file.at("name").get<std::string>(), file.at("header").get<std::string>(), {}};
-      check_file_name(parsed.name, where);
-      parsed.header =
-          parse_safetensors_header(as_bytes(with_header_length(parsed.header_text)), kAnyFileBytes, where);
-      layout.files.push_back(std::move(parsed));
-    }
-    return layout;
-  } catch (const json::exception& e) {
-    throw_bad_input("{}: its record of the imported files was not written by Parka: {}", where, e.what());
-  }
+  return files.size();
 }
 
 HuggingFaceWeights open_huggingface_weights(const std::string& folder) {
@@ -187,8 +186,7 @@ HuggingFaceWeights open_huggingface_weights(const std::string& folder) {
     return weights;
   }
   const std::string where = joined(folder, kHuggingFaceIndexName);
-  weights.layout.index_text = read_text(where, kMaxIndexBytes);
-  const std::map<std::string, std::string> index = parse_index(weights.layout.index_text, where);
+  const std::map<std::string, std::string> index = parse_index(read_text(where, kMaxIndexBytes), where);
   std::set<std::string> names;
   for (const auto& [tensor, file] : index) names.insert(file);
   for (const std::string& name : names) open_file(folder, name, weights);

@@ -1,5 +1,7 @@
 #pragma once
 #include <cstdint>
+#include <functional>
+#include <map>
 #include <string>
 #include <unordered_map>
 #include <vector>
@@ -18,25 +20,18 @@ inline constexpr int64_t kMaxHuggingFaceConfigBytes = 16 << 20;  // larger ones 
 inline constexpr const char* kHuggingFaceFileName = "model.safetensors";
 inline constexpr const char* kHuggingFaceIndexName = "model.safetensors.index.json";
 
-// The place of each tensor in the files of a model.
-struct HuggingFaceLayout {
-  struct File {
-    std::string name;         // in the model's folder
-    std::string header_text;  // of the safetensors file, as it stands there
-    SafetensorsHeader header;
-  };
-  std::vector<File> files;
-  std::string index_text;  // of model.safetensors.index.json; empty: one file and no index
-};
+// The formats of tensors by their names, as an import records them: an export in other files keeps names and
+// formats.
+using TensorFormats = std::map<std::string, DType>;
+nlohmann::json encode_formats(const TensorFormats& formats);
+TensorFormats parse_formats(const nlohmann::json& record, const std::string& where);
 
-// The layout of transformers' save_pretrained for a model in `dtype`: files of at most `max_file_bytes`, or of one
-// tensor.
-HuggingFaceLayout make_huggingface_layout(const std::vector<HuggingFaceTensor>& tensors, DType dtype,
-                                          int64_t max_file_bytes, int64_t num_parameters);
-
-// The form in which a checkpoint's state stores a layout, so that an export can write the same files.
-nlohmann::json encode_layout(const HuggingFaceLayout& layout);
-HuggingFaceLayout parse_layout(const nlohmann::json& state, const std::string& where);
+// Writes the files of transformers' save_pretrained into `folder`: each of at most `max_file_bytes`, or of one
+// tensor. Only name, dtype and shape of `tensors` count; `write` is to write the bytes of one. Returns the number
+// of files.
+size_t write_huggingface_weights(const std::string& folder, const std::vector<SafetensorsEntry>& tensors,
+                                 int64_t max_file_bytes,
+                                 const std::function<void(size_t tensor, OutputFile& file)>& write);
 
 // Open files of weights.
 struct HuggingFaceWeights {
@@ -44,7 +39,6 @@ struct HuggingFaceWeights {
     size_t file = 0;
     SafetensorsEntry entry;
   };
-  HuggingFaceLayout layout;
   std::vector<InputFile> files;
   std::unordered_map<std::string, Place> tensors;  // by name; ignored ones are not among them
 };

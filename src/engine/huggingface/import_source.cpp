@@ -89,7 +89,6 @@ void add_weights(HuggingFaceWeights&& from, const std::function<std::string(cons
     }
   }
   for (InputFile& file : from.files) into.files.push_back(std::move(file));
-  for (HuggingFaceLayout::File& file : from.layout.files) into.layout.files.push_back(std::move(file));
 }
 
 // Reads a folder of a tower alone, or of a CLIP or SigLIP model with one for text as well.

@@ -26,7 +26,7 @@ struct ImportSource {
   bool is_quantized = false;          // by bitsandbytes
   int64_t num_stored_tokens = 0;      // rows of embedding and head in the files; those after them are to be made
   bool has_projector = true;          // whether the files have one; else it is to be drawn
-  bool is_one_folder = true;          // whether an export can write the same files again
+  bool is_one_folder = true;          // whether an export is to have the same formats again
   std::vector<CarriedFile> carried;   // beside config.json
 };
 

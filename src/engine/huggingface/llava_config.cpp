@@ -130,7 +130,7 @@ json tower_config_json(const TowerConfig& tower) {
                  {"num_hidden_layers", tower.num_layers},
                  {"patch_size", tower.patch_size}};
   // An export has what nobody reads, SigLIP's head too, where it has blocks that nobody reads.
-  if (!is_clip) config["vision_use_head"] = tower.num_layers > tower.num_blocks();
+  if (!is_clip) config["vision_use_head"] = false;
   return config;
 }
 
