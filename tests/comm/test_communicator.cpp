@@ -100,7 +100,7 @@ TEST_CASE("Where no thread can be made the watchdog says so, and no failure is t
   std::string message;
   try {
     const test::NoThreads no_threads;
-    watchdog.start(*ranks, "node1", 0, Reach::kThisHost, {});
+    watchdog.start(*ranks, "node1", Reach::kThisHost, {});
   } catch (const Error& error) {
     CHECK(error.code() == ExitCode::kBadInput);
     message = error.what();

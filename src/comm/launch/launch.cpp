@@ -13,7 +13,6 @@
 #include "comm/launch/local_ranks.h"
 #include "comm/launch/rendezvous.h"
 #include "comm/launch/secret.h"
-#include "comm/launch/tcp_transport.h"
 #include "comm/mpi_transport.h"
 #include "comm/nccl_ranks.h"
 #include "core/heartbeat.h"
@@ -54,21 +53,17 @@ std::unique_ptr<Transport> join_mpi(const LaunchedAs& launched, const StartTimes
 // Every process of the launcher has become as many ranks as `local` says.
 std::unique_ptr<Transport> join_ranks(const LaunchedAs& launched, LocalRank local, const StartTimes& times) {
   const int rank = launched.rank * local.size + local.rank, size = launched.size * local.size;
-  RendezvousPlace place;
+  RankAddress rank_0;
   if (launched.over == LaunchedAs::Over::kTcp) {
-    place.addresses = {launched.address};
-    place.port = launched.port;
-    place.word.token = fmt::format("{}/{}", launched.token, size);
-    place.word.secret = read_secret();
+    rank_0 = {.addresses = {launched.address}, .port = launched.port};
+    rank_0.word = {fmt::format("{}/{}", launched.token, size), read_secret()};
+    local.listener.reset();
   } else {
-    place.reach = Reach::kThisHost;
-    place.addresses = loopback_addresses();
-    place.port = local.port;
-    place.word.token = local.token;
-    place.listener = std::move(local.listener);
+    rank_0 = {.addresses = loopback_addresses(), .port = local.port, .word = {local.token, ""}, .is_open = true};
   }
   // Ranks of one process have the same trouble: one speaks.
-  return join_over_tcp(place, rank, size, {times.rendezvous, local.rank == 0 ? times.notice : times.rendezvous});
+  return join_over_tcp(rank_0, std::move(local.listener), rank, size,
+                       {times.rendezvous, local.rank == 0 ? times.notice : times.rendezvous});
 }
 
 // mpirun and srun do; torchrun and Kubernetes look at the code of each process.
@@ -107,7 +102,7 @@ void Launch::join(const LaunchOptions& options) {
   host_leader_ = static_cast<int>(std::find(host_keys_.begin(), own, *own) - host_keys_.begin());
   local_rank_ = static_cast<int>(std::count(host_keys_.begin(), own, *own));
   require_same("the version of parka", options.version, "install the same on all hosts");
-  watchdog_.start(*agreement_, host(), host_leader_, reach_, options.watchdog);
+  watchdog_.start(*agreement_, host(), reach_, options.watchdog);
   transport_->limit_waits(nullptr);
 }
 

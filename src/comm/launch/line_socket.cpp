@@ -35,57 +35,45 @@ bool lacks_resources() { return errno == EMFILE || errno == ENFILE || errno == E
                   std::strerror(errno));
 }
 
-// A socket that listens there; -1 if the address family or the port is not available.
-template <typename Address>
-int listen_on(const Address& address) {
-  const auto* const generic = reinterpret_cast<const sockaddr*>(&address);
-  const int fd = ::socket(generic->sa_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
-  if (fd < 0) return -1;
-  // A port is free again as soon as nobody listens on it, though connections of an earlier run may linger there.
-  const int on = 1, off = 0;
-  ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
-  if (generic->sa_family == AF_INET6) ::setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));  // IPv4 too
-  if (::bind(fd, generic, sizeof(address)) == 0 && ::listen(fd, SOMAXCONN) == 0) return fd;
-  const int reason = errno;
-  ::close(fd);
-  errno = reason;
-  return -1;
-}
-
-int listen_over_ipv4(in_addr_t from, int port) {
-  sockaddr_in address{};
-  address.sin_family = AF_INET;
-  address.sin_port = htons(static_cast<uint16_t>(port));
-  address.sin_addr.s_addr = htonl(from);
-  return listen_on(address);
-}
-
-int listen_over_ipv6(const in6_addr& from, int port) {
-  sockaddr_in6 address{};
-  address.sin6_family = AF_INET6;
-  address.sin6_port = htons(static_cast<uint16_t>(port));
-  address.sin6_addr = from;
-  return listen_on(address);
-}
-
 // The addresses of a name or numeric address, or why it has none.
 struct Addresses {
   std::unique_ptr<addrinfo, decltype(&::freeaddrinfo)> first = {nullptr, ::freeaddrinfo};
   std::string error;  // empty: none
 };
 
-Addresses resolve(const std::string& address, int port) {
+// Without a name: of the loopback, or with AI_PASSIVE of all interfaces.
+Addresses resolve(const char* name, int port, int flags) {
   addrinfo hints{};
-  hints.ai_flags = AI_NUMERICSERV;
+  hints.ai_flags = AI_NUMERICSERV | flags;
   hints.ai_socktype = SOCK_STREAM;
-  // Without a name it is the loopback. A container without /etc/hosts would ask its name server for localhost.
-  const char* const name = address == "localhost" ? nullptr : address.c_str();
   Addresses all;
   addrinfo* first = nullptr;
   const int failure = ::getaddrinfo(name, std::to_string(port).c_str(), &hints, &first);
   all.first.reset(first);
   if (failure != 0) all.error = failure == EAI_SYSTEM ? std::strerror(errno) : ::gai_strerror(failure);
   return all;
+}
+
+// A socket that listens there; -1 if the address family or the port is not available.
+int listen_on(const addrinfo& address) {
+  const int fd = ::socket(address.ai_family, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+  if (fd < 0) return -1;
+  // A port is free again as soon as nobody listens on it, though connections of an earlier run may linger there.
+  const int on = 1, off = 0;
+  ::setsockopt(fd, SOL_SOCKET, SO_REUSEADDR, &on, sizeof(on));
+  if (address.ai_family == AF_INET6) ::setsockopt(fd, IPPROTO_IPV6, IPV6_V6ONLY, &off, sizeof(off));  // IPv4 too
+  if (::bind(fd, address.ai_addr, address.ai_addrlen) == 0 && ::listen(fd, SOMAXCONN) == 0) return fd;
+  const int reason = errno;
+  ::close(fd);
+  errno = reason;
+  return -1;
+}
+
+// Empty where it has none.
+std::string numeric_address(const sockaddr* address, socklen_t length) {
+  std::array<char, NI_MAXHOST> text{};
+  const int failure = ::getnameinfo(address, length, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST);
+  return failure == 0 ? text.data() : "";
 }
 
 Connection connect_to(const addrinfo& address, double seconds) {
@@ -177,12 +165,12 @@ bool LineSocket::has_ended() const {
 
 Listener::Listener(Reach reach, int port) {
   // Without IPv6, as in many containers, or without IPv4, the other one does.
-  if (reach == Reach::kNetwork) {
-    fd_ = listen_over_ipv6(in6addr_any, port);
-    if (fd_ < 0) fd_ = listen_over_ipv4(INADDR_ANY, port);
-  } else {
-    fd_ = listen_over_ipv4(INADDR_LOOPBACK, port);
-    if (fd_ < 0) fd_ = listen_over_ipv6(in6addr_loopback, port);
+  const bool is_network = reach == Reach::kNetwork;
+  const Addresses all = resolve(nullptr, port, is_network ? AI_PASSIVE : 0);
+  for (const int family : {is_network ? AF_INET6 : AF_INET, is_network ? AF_INET : AF_INET6}) {
+    for (const addrinfo* i = all.first.get(); i != nullptr && fd_ < 0; i = i->ai_next) {
+      if (i->ai_family == family) fd_ = listen_on(*i);
+    }
   }
   if (fd_ < 0) {
     if (port == 0) throw_bad_input("cannot listen on any TCP port: {}", std::strerror(errno));
@@ -210,11 +198,9 @@ std::unique_ptr<LineSocket> Listener::accept() const {
 std::string peer_of(int fd) {
   sockaddr_storage address{};
   socklen_t length = sizeof(address);
-  std::array<char, NI_MAXHOST> text{};
-  const bool known = ::getpeername(fd, reinterpret_cast<sockaddr*>(&address), &length) == 0 &&
-                     ::getnameinfo(reinterpret_cast<sockaddr*>(&address), length, text.data(), text.size(), nullptr,
-                                   0, NI_NUMERICHOST) == 0;
-  return known ? text.data() : "an unknown address";
+  auto* const generic = reinterpret_cast<sockaddr*>(&address);
+  const std::string text = ::getpeername(fd, generic, &length) == 0 ? numeric_address(generic, length) : "";
+  return text.empty() ? "an unknown address" : text;
 }
 
 std::vector<std::string> own_addresses() {
@@ -230,17 +216,16 @@ std::vector<std::string> own_addresses() {
       continue;  // means nothing on another host
     }
     const socklen_t length = family == AF_INET ? sizeof(sockaddr_in) : sizeof(sockaddr_in6);
-    std::array<char, NI_MAXHOST> text{};
-    if (::getnameinfo(i->ifa_addr, length, text.data(), text.size(), nullptr, 0, NI_NUMERICHOST) == 0) {
-      addresses.emplace_back(text.data());
-    }
+    const std::string text = numeric_address(i->ifa_addr, length);
+    if (!text.empty()) addresses.push_back(text);
   }
   ::freeifaddrs(all);
   return addresses;
 }
 
 Connection connect_to(const std::string& address, int port, double seconds) {
-  const Addresses all = resolve(address, port);
+  // A container without /etc/hosts would ask its name server for localhost.
+  const Addresses all = resolve(address == "localhost" ? nullptr : address.c_str(), port, 0);
   Connection last{nullptr, Connection::Failure::kUnknownName, all.error};
   for (const addrinfo* i = all.first.get(); i != nullptr && !last.socket; i = i->ai_next) {
     last = connect_to(*i, seconds);

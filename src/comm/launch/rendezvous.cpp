@@ -236,7 +236,58 @@ Connection connect_to_rank(const RankAddress& to, int rank, const WaitTimes& tim
 
 std::vector<std::string> loopback_addresses() { return {"127.0.0.1", "::1"}; }
 
-std::string addresses_of(Reach reach) { return reach == Reach::kNetwork ? join(own_addresses()) : ""; }
+Ranks connect_ranks(const Gather& gather, int rank, int first, int last, Reach reach, double seconds) {
+  const WaitTimes times{.limit = seconds};
+  std::unique_ptr<Listener> listener;
+  RankWord own;
+  std::string offer, problem;
+  if (rank >= first && rank < last) {
+    try {
+      listener = std::make_unique<Listener>(reach);
+      own.token = random_token();
+      offer = fmt::format("{} {} {} {}", own.token, listener->port(), host_key(),
+                          reach == Reach::kNetwork ? join(own_addresses()) : "");
+    } catch (const Error& error) {
+      problem = error.what();  // the others must not wait for it
+    }
+  }
+  const std::vector<std::string> offers = gather(offer);
+  Ranks ranks(offers.size());
+  for (int r = first; r < std::min(rank, last); ++r) {
+    std::istringstream in(offers[static_cast<size_t>(r)]);
+    RankAddress to;
+    to.rank = r;
+    std::string its_host;
+    if (!(in >> to.word.token >> to.port >> its_host)) continue;
+    if (its_host == host_key()) to.addresses = loopback_addresses();
+    for (std::string address; in >> address;) to.addresses.push_back(address);
+    Connection connection = connect_to_rank(to, rank, times);
+    if (!connection.socket) {
+      problem = fmt::format(
+          "rank {} cannot reach rank {} at any of: {}, TCP port {} ({}): open the network between the hosts", rank,
+          r, join(to.addresses), to.port, connection.problem);
+    }
+    ranks[static_cast<size_t>(r)] = std::move(connection.socket);
+  }
+  if (listener) {
+    Ranks later = accept_ranks(*listener, own, rank + 1, static_cast<int>(ranks.size()), times);
+    std::move(later.begin() + rank + 1, later.end(), ranks.begin() + rank + 1);
+    if (const std::string missing = missing_ranks(ranks, rank + 1); !missing.empty()) {
+      problem = fmt::format("ranks have not come to rank {}, TCP port {}: {}; open the network between the hosts",
+                            rank, listener->port(), missing);
+    }
+  }
+  // Before this no rank may send what another would take for the rest of its welcome.
+  agree_on_no_problem(gather, problem);
+  return ranks;
+}
+
+void agree_on_no_problem(const Gather& gather, const std::string& problem) {
+  // A rank that knows the addresses says more than the one that waits for it: the last word counts.
+  std::string last;
+  for (const std::string& word : gather(problem)) last = word.empty() ? last : word;
+  if (!last.empty()) throw_bad_input("{}", last);
+}
 
 std::string join(const std::vector<std::string>& words, const char* between) {
   std::string text;

@@ -18,6 +18,15 @@ constexpr double kBetweenNotices = 60;
 
 }  // namespace
 
+std::thread start_without_signals(std::string_view task, std::function<void()> body) {
+  return start_thread(task, [body = std::move(body)] {
+    sigset_t all;
+    sigfillset(&all);
+    pthread_sigmask(SIG_SETMASK, &all, nullptr);
+    body();
+  });
+}
+
 WaitNotice::WaitNotice(const WaitTimes& times) : times_(times), last_(seconds_now()), next_(times.notice) {}
 
 bool WaitNotice::goes_on(const std::function<std::string()>& what) {
@@ -33,13 +42,7 @@ bool WaitNotice::goes_on(const std::function<std::string()>& what) {
 
 WaitLimit::WaitLimit(std::string what, std::string hint, const WaitTimes& times)
     : what_(std::move(what)), hint_(std::move(hint)), times_(times) {
-  thread_ = start_thread("watches over the start", [this] {
-    // Signals are for the main thread.
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, nullptr);
-    run();
-  });
+  thread_ = start_without_signals("watches over the start", [this] { run(); });
 }
 
 WaitLimit::~WaitLimit() { stop_thread(thread_, mutex_, changed_, over_); }

@@ -3,6 +3,7 @@
 #include <functional>
 #include <mutex>
 #include <string>
+#include <string_view>
 #include <thread>
 
 // How long a start waits, and what it says meanwhile.
@@ -20,6 +21,9 @@ struct StartTimes {
   double agreement = 60;    // that a rank may take from then on until the watchdog watches over it
   double notice = 5;        // see WaitTimes
 };
+
+// As start_thread() (core/parallel.h). Signals are for the main thread.
+std::thread start_without_signals(std::string_view task, std::function<void()> body);
 
 // Says for whom a start waits, for those who wait in a loop of short rounds.
 class WaitNotice {

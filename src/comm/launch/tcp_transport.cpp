@@ -1,12 +1,9 @@
-#include "comm/launch/tcp_transport.h"
-
 #include <algorithm>
 #include <cerrno>
 #include <cstring>
 #include <deque>
 #include <numeric>
 #include <optional>
-#include <sstream>
 #include <utility>
 
 #include <poll.h>
@@ -20,7 +17,7 @@ namespace parka {
 namespace {
 
 constexpr int kRoundMilliseconds = static_cast<int>(1000 * WaitNotice::kRound);
-constexpr WaitTimes kLinkTimes{.limit = 60};  // for a rank to connect to another, once both run
+constexpr double kLinkSeconds = 60;  // for a rank to connect to another, once both run
 
 // Agreement goes through rank 0, with which every rank is connected. Ranks other than 0 are connected with each
 // other once connect_all() is called.
@@ -103,41 +100,11 @@ TcpTransport::~TcpTransport() {
 
 void TcpTransport::connect_all() {
   if (std::exchange(all_connected_, true)) return;
-  std::unique_ptr<Listener> listener;
-  std::string token, offer;
-  if (rank_ > 0 && rank_ + 1 < size()) {
-    listener = std::make_unique<Listener>(reach_);
-    token = random_token();
-    offer = fmt::format("{} {} {} {}", token, listener->port(), host_key(), addresses_of(reach_));
+  const auto gather = [&](const std::string& text) { return gather_text(text); };
+  const auto others = connect_ranks(gather, rank_, 1, size() - 1, reach_, kLinkSeconds);
+  for (int r = 1; r < size(); ++r) {
+    if (others[static_cast<size_t>(r)]) adopt(r, *others[static_cast<size_t>(r)]);
   }
-  const std::vector<std::string> offers = gather_text(offer);
-  for (int r = 1; r < rank_; ++r) {
-    std::istringstream in(offers[static_cast<size_t>(r)]);
-    RankAddress to;
-    to.rank = r;
-    std::string its_host;
-    in >> to.word.token >> to.port >> its_host;
-    if (its_host == host_key()) to.addresses = loopback_addresses();
-    for (std::string address; in >> address;) to.addresses.push_back(address);
-    const Connection connection = connect_to_rank(to, rank_, kLinkTimes);
-    if (!connection.socket) {
-      throw Error(
-          ExitCode::kRankLost,
-          fmt::format("rank {} cannot reach rank {} at any of: {}, TCP port {} ({}): open the network between the "
-                      "hosts",
-                      rank_, r, join(to.addresses), to.port, connection.problem));
-    }
-    adopt(r, *connection.socket);
-  }
-  if (listener) {
-    const auto later = accept_ranks(*listener, {token, ""}, rank_ + 1, size(), kLinkTimes);
-    for (int r = rank_ + 1; r < size(); ++r) {
-      LineSocket* const connection = later[static_cast<size_t>(r)].get();
-      if (connection == nullptr) throw_lost(r, fmt::format("it has not come to TCP port {}", listener->port()));
-      adopt(r, *connection);
-    }
-  }
-  gather_text("");  // before this no rank may send what another would take for the rest of its welcome
 }
 
 bool TcpTransport::advance(int rank) {
@@ -249,12 +216,7 @@ double TcpTransport::max(double value) {
   return largest;
 }
 
-std::unique_ptr<LineSocket> reach_rank_0(const RendezvousPlace& place, int rank, int size, const WaitTimes& times) {
-  const RankAddress to{.rank = 0,
-                       .addresses = place.addresses,
-                       .port = place.port,
-                       .word = place.word,
-                       .is_open = place.reach == Reach::kThisHost};
+std::unique_ptr<LineSocket> reach_rank_0(const RankAddress& to, int rank, int size, const WaitTimes& times) {
   Connection connection = connect_to_rank(to, rank, times);
   if (connection.socket) return std::move(connection.socket);
   if (to.is_open && connection.failure == Connection::Failure::kRefused) {
@@ -264,25 +226,26 @@ std::unique_ptr<LineSocket> reach_rank_0(const RendezvousPlace& place, int rank,
     throw_bad_input(
         "rank {} of {} cannot find rank 0 at {}: {}, for {:.0f} s; name rank 0's host so that this one knows it, or by "
         "its numeric address",
-        rank, size, join(place.addresses), connection.problem, times.limit);
+        rank, size, join(to.addresses), connection.problem, times.limit);
   }
   throw_bad_input(
       "rank {} of {} cannot reach rank 0 at {}, TCP port {}, within {:.0f} s: {}; is rank 0 started there, as one of as "
       "many ranks, and is the port open?",
-      rank, size, join(place.addresses), place.port, times.limit, connection.problem);
+      rank, size, join(to.addresses), to.port, times.limit, connection.problem);
 }
 
 }  // namespace
 
-std::unique_ptr<Transport> join_over_tcp(const RendezvousPlace& place, int rank, int size, const WaitTimes& times) {
+std::unique_ptr<Transport> join_over_tcp(const RankAddress& rank_0, std::shared_ptr<Listener> listener, int rank,
+                                         int size, const WaitTimes& times) {
+  const Reach reach = rank_0.is_open ? Reach::kThisHost : Reach::kNetwork;
   std::vector<std::unique_ptr<LineSocket>> connections(static_cast<size_t>(size));
   if (rank != 0) {
-    connections[0] = reach_rank_0(place, rank, size, times);
-    return std::make_unique<TcpTransport>(rank, place.reach, std::move(connections));
+    connections[0] = reach_rank_0(rank_0, rank, size, times);
+    return std::make_unique<TcpTransport>(rank, reach, std::move(connections));
   }
-  const std::shared_ptr<Listener> listener =
-      place.listener ? place.listener : std::make_shared<Listener>(place.reach, place.port);
-  connections = accept_ranks(*listener, place.word, 1, size, times);
+  if (!listener) listener = std::make_shared<Listener>(reach, rank_0.port);
+  connections = accept_ranks(*listener, rank_0.word, 1, size, times);
   const std::string missing = missing_ranks(connections, 1);
   if (!missing.empty()) {
     throw_bad_input(
@@ -290,7 +253,7 @@ std::unique_ptr<Transport> join_over_tcp(const RendezvousPlace& place, int rank,
         "MASTER_ADDR name this host?",
         size, listener->port(), times.limit, missing);
   }
-  return std::make_unique<TcpTransport>(rank, place.reach, std::move(connections));
+  return std::make_unique<TcpTransport>(rank, reach, std::move(connections));
 }
 
 }  // namespace parka

@@ -1,7 +1,7 @@
 #include "comm/launch/watch_thread.h"
 
+#include <algorithm>
 #include <chrono>
-#include <csignal>
 #include <cstdlib>
 #include <sstream>
 #include <utility>
@@ -9,8 +9,8 @@
 #include <sys/eventfd.h>
 #include <unistd.h>
 
+#include "comm/launch/start_wait.h"
 #include "core/log/log.h"
-#include "core/parallel.h"
 
 namespace parka {
 namespace {
@@ -69,24 +69,18 @@ WatchMessage parse_watch_line(const std::string& line) {
   return message;
 }
 
-WatchThread::WatchThread(int rank, std::vector<std::string> names, const WatchdogTimes& times, RankState& state)
+WatchThread::WatchThread(int rank, std::vector<std::string> names, std::vector<std::unique_ptr<LineSocket>> peers,
+                         const WatchdogTimes& times, RankState& state)
     : rank_(rank),
       names_(std::move(names)),
       times_(times),
       state_(state),
+      peers_(std::move(peers)),
+      roll_(decides() ? names_ : std::vector{names_[0]}, times, seconds_now()),
       wake_fd_(::eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK)),
       last_run_(seconds_now()) {
   if (wake_fd_ < 0) throw_bad_input("the watchdog has no file descriptor left; raise the limit (ulimit -n)");
-}
-
-WatchThread::~WatchThread() { ::close(wake_fd_); }
-
-void WatchThread::prepare() {
-  thread_ = start_thread("watches over the ranks", [this] {
-    // Signals are for the training thread.
-    sigset_t all;
-    sigfillset(&all);
-    pthread_sigmask(SIG_SETMASK, &all, nullptr);
+  thread_ = start_without_signals("watches over the ranks", [this] {
     {
       std::unique_lock lock(mutex_);
       changed_.wait(lock, [&] { return started_ || requests_.stop; });
@@ -98,30 +92,26 @@ void WatchThread::prepare() {
   });
 }
 
-void WatchThread::start() {
-  std::lock_guard lock(mutex_);
-  started_ = true;
-  changed_.notify_all();
-}
-
-void WatchThread::stop() {
+WatchThread::~WatchThread() {
   {
     std::lock_guard lock(mutex_);
     requests_.stop = true;
     changed_.notify_all();
   }
   wake();
-  if (thread_.joinable()) thread_.join();
+  thread_.join();
+  ::close(wake_fd_);
+}
+
+void WatchThread::start() {
+  std::lock_guard lock(mutex_);
+  started_ = true;
+  changed_.notify_all();
 }
 
 void WatchThread::wake() const {
   const uint64_t one = 1;
   [[maybe_unused]] const ssize_t written = ::write(wake_fd_, &one, sizeof(one));
-}
-
-void WatchThread::clear_wake() const {
-  uint64_t count = 0;
-  [[maybe_unused]] const ssize_t read = ::read(wake_fd_, &count, sizeof(count));
 }
 
 Verdict WatchThread::fail(ExitCode code, const std::string& message) {
@@ -160,13 +150,111 @@ WatchThread::Requests WatchThread::take_requests() {
   return taken;
 }
 
-void WatchThread::conclude(const Verdict& verdict, const std::function<void()>& before_the_end) {
+void WatchThread::run() {
+  constexpr double kGoodbyeSeconds = 2;
+  double next_beat = seconds_now();
+  for (;;) {
+    const Requests requests = take_requests();
+    if (requests.stop) return;
+    const double now = seconds_now();
+    if (requests.stall_seconds) roll_.set_stall_seconds(*requests.stall_seconds);
+    if (const auto& failure = requests.failure) {
+      if (decides()) {
+        roll_.failed(rank_, failure->code, failure->message, now);
+      } else {
+        tell(fail_line(failure->code, failure->message));
+      }
+    }
+    // Rank 0 closes the connection after it has read that.
+    if (requests.leave && !decides()) return part_with("bye", kGoodbyeSeconds);
+    if (requests.leave) roll_.left(rank_);
+    if (roll_.all_left()) return;
+    if (now >= next_beat) {
+      beat(now);
+      next_beat = now + times_.beat;
+    }
+    std::vector<int> descriptors = {wake_fd_};
+    for (const auto& peer : peers_) descriptors.push_back(peer ? peer->fd() : -1);
+    wait_readable(descriptors, std::min(next_beat - now, times_.settle));
+    uint64_t count = 0;
+    [[maybe_unused]] const ssize_t read = ::read(wake_fd_, &count, sizeof(count));
+    std::optional<Verdict> verdict = listen();
+    const double heard_all = seconds_now();
+    if (was_asleep(heard_all)) roll_.forgive(heard_all);
+    if (!verdict) {
+      verdict = roll_.verdict(heard_all);
+      // If rank 0 wakes up again, it must not think that this rank died first.
+      if (verdict && !decides()) tell(fail_line(verdict->code, verdict->message));
+    }
+    if (verdict) return conclude(*verdict);
+  }
+}
+
+void WatchThread::beat(double now) {
+  const RankReport report = state_.report();
+  if (decides()) roll_.heard(rank_, report, now);
+  tell(beat_line(report));
+}
+
+void WatchThread::tell(const std::string& line) const {
+  for (const auto& peer : peers_) {
+    if (peer && !peer->closed()) peer->send(line);
+  }
+}
+
+std::optional<Verdict> WatchThread::listen() {
+  std::optional<Verdict> verdict;
+  for (size_t r = 0; r < peers_.size() && !verdict; ++r) {
+    if (peers_[r] && !peers_[r]->closed()) verdict = hear(static_cast<int>(r), *peers_[r]);
+  }
+  return verdict;
+}
+
+std::optional<Verdict> WatchThread::hear(int rank, LineSocket& peer) {
+  using Kind = WatchMessage::Kind;
+  for (const std::string& line : peer.receive()) {
+    const WatchMessage message = parse_watch_line(line);
+    const double now = seconds_now();
+    if (message.kind == Kind::kBeat) roll_.heard(rank, message.report, now);
+    if (message.kind == Kind::kEnd && !decides()) return message.verdict;
+    if (message.kind == Kind::kFail && decides()) {
+      roll_.failed(rank, message.verdict.code, message.verdict.message, now);
+    }
+    if (message.kind == Kind::kBye) {
+      roll_.left(rank);
+      peer.close();
+      return std::nullopt;
+    }
+  }
+  if (peer.closed()) roll_.lost(rank, seconds_now());
+  return std::nullopt;
+}
+
+void WatchThread::part_with(const std::string& line, double seconds) {
+  tell(line);
+  for (const auto& peer : peers_) {
+    if (peer) peer->end_sending();
+  }
+  const double end = seconds_now() + seconds;
+  for (;;) {
+    std::vector<int> open;
+    for (const auto& peer : peers_) {
+      if (peer) peer->receive();
+      if (peer && !peer->closed()) open.push_back(peer->fd());
+    }
+    if (open.empty() || seconds_now() >= end) return;
+    wait_readable(open, end - seconds_now());
+  }
+}
+
+void WatchThread::conclude(const Verdict& verdict) {
+  constexpr double kLongest = 1;
   {
     std::lock_guard lock(mutex_);
     if (waits_for_verdict_) verdict_ = verdict;
   }
   if (!verdict_) announce(verdict);
-  if (before_the_end) before_the_end();
+  if (decides()) part_with(end_line(verdict), kLongest);
   if (verdict_) return;
   flush_log();
   std::_Exit(static_cast<int>(verdict.code));

@@ -1,6 +1,5 @@
 #pragma once
 #include <condition_variable>
-#include <functional>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -34,21 +33,20 @@ WatchMessage parse_watch_line(const std::string& line);
 
 class WatchThread {
  public:
-  WatchThread(int rank, std::vector<std::string> names, const WatchdogTimes& times, RankState& state);
-  virtual ~WatchThread();  // stop() must have been called
+  // `peers[r]` is the connection to rank r: on rank 0 to all others, elsewhere to rank 0 alone. Throws
+  // Error(kBadInput) if the system allows no further thread. It does nothing before start().
+  WatchThread(int rank, std::vector<std::string> names, std::vector<std::unique_ptr<LineSocket>> peers,
+              const WatchdogTimes& times, RankState& state);
+  ~WatchThread();
   WatchThread(const WatchThread&) = delete;
   WatchThread& operator=(const WatchThread&) = delete;
 
-  // Creates the thread, which does nothing yet. Throws Error(kBadInput) if the system allows no further thread.
-  void prepare();
   void start();
-  void stop();
-
   Verdict fail(ExitCode code, const std::string& message);
   void leave();
   void set_stall_seconds(double seconds);
 
- protected:
+ private:
   struct Failure {
     ExitCode code;
     std::string message;
@@ -61,25 +59,30 @@ class WatchThread {
     std::optional<double> stall_seconds;
   };
   Requests take_requests();
+  void wake() const;
 
-  virtual void run() = 0;
-  // Logs the verdict and ends the process. If the training thread waits in fail(), hands the verdict to it instead;
-  // run() must then return.
-  void conclude(const Verdict& verdict, const std::function<void()>& before_the_end = {});
+  bool decides() const { return rank_ == 0; }
+  void run();
+  void beat(double now);
+  void tell(const std::string& line) const;
+  // Rank 0's verdict, if it has come.
+  std::optional<Verdict> listen();
+  std::optional<Verdict> hear(int rank, LineSocket& peer);
+  // Tells it to all, and returns when they have read it and closed; does not wait for ranks that hang.
+  void part_with(const std::string& line, double seconds);
+  // Logs the verdict and ends the process. If the training thread waits in fail(), hands the verdict to it instead.
+  void conclude(const Verdict& verdict);
+  void announce(const Verdict& verdict) const;
   // True if this thread, or the whole process, was not running for so long that it cannot judge the silence of
-  // others. Call it once per round, with the same `now` that the judgement uses.
+  // others.
   bool was_asleep(double now);
-  int wake_fd() const { return wake_fd_; }
-  void clear_wake() const;
 
   const int rank_;
   const std::vector<std::string> names_;
   const WatchdogTimes times_;
   RankState& state_;
-
- private:
-  void wake() const;
-  void announce(const Verdict& verdict) const;
+  std::vector<std::unique_ptr<LineSocket>> peers_;
+  RollCall roll_;  // of all ranks, or of rank 0 alone
 
   int wake_fd_;
   std::thread thread_;
@@ -90,13 +93,5 @@ class WatchThread {
   std::optional<Verdict> verdict_;
   double last_run_;
 };
-
-// `others[r]` is the connection to rank r; null for rank 0 itself.
-std::unique_ptr<WatchThread> make_watch_hub(std::vector<std::unique_ptr<LineSocket>> others,
-                                            std::vector<std::string> names, const WatchdogTimes& times,
-                                            RankState& state);
-std::unique_ptr<WatchThread> make_watch_client(std::unique_ptr<LineSocket> hub, int rank,
-                                               std::vector<std::string> names, const WatchdogTimes& times,
-                                               RankState& state);
 
 }  // namespace parka

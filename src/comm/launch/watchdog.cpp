@@ -1,6 +1,5 @@
 #include "comm/launch/watchdog.h"
 
-#include <sstream>
 #include <utility>
 #include <vector>
 
@@ -35,64 +34,23 @@ std::string RankState::failure() {
 
 Watchdog::Watchdog() = default;
 
-Watchdog::~Watchdog() {
-  if (thread_) thread_->stop();
-}
+Watchdog::~Watchdog() = default;
 
-void Watchdog::start(Communicator& ranks, const std::string& host, int host_leader, Reach reach,
-                     const WatchdogTimes& times) {
-  const int rank = ranks.rank(), size = ranks.size();
-  std::vector<std::string> names = ranks.gather_text(fmt::format("{}, pid {}", host, ::getpid()));
-  for (int r = 0; r < size; ++r) names[r] = fmt::format("rank {} ({})", r, names[r]);
-
-  std::unique_ptr<Listener> listener;
-  std::string offer, problem;
-  if (rank == 0) {
-    try {
-      listener = std::make_unique<Listener>(reach);
-      offer = fmt::format("{} {} {}", random_token(), listener->port(), addresses_of(reach));
-    } catch (const Error& error) {
-      offer = "failed 0";  // the others must not wait for it
-      problem = fmt::format("{}: {}", names[0], error.what());
-    }
+void Watchdog::start(Communicator& ranks, const std::string& host, Reach reach, const WatchdogTimes& times) {
+  const Gather gather = [&](const std::string& text) { return ranks.gather_text(text); };
+  std::vector<std::string> names = gather(fmt::format("{}, pid {}", host, ::getpid()));
+  for (size_t r = 0; r < names.size(); ++r) names[r] = fmt::format("rank {} ({})", r, names[r]);
+  const std::string own_name = names[static_cast<size_t>(ranks.rank())];
+  auto peers = connect_ranks(gather, ranks.rank(), 0, 1, reach, times.connect);
+  std::unique_ptr<WatchThread> thread;
+  std::string problem;
+  try {
+    thread = std::make_unique<WatchThread>(ranks.rank(), std::move(names), std::move(peers), times, state_);
+  } catch (const Error& error) {
+    problem = fmt::format("{}: {}", own_name, error.what());
   }
-  std::istringstream in(ranks.gather_text(offer)[0]);
-  RankAddress hub_address;
-  in >> hub_address.word.token >> hub_address.port;
-  if (host_leader == 0) hub_address.addresses = loopback_addresses();
-  for (std::string address; in >> address;) hub_address.addresses.push_back(address);
-
-  const WaitTimes wait{.limit = times.connect};
-  if (rank == 0 && listener) {
-    std::vector<std::unique_ptr<LineSocket>> others = accept_ranks(*listener, hub_address.word, 1, size, wait);
-    for (int r = 1; r < size; ++r) {
-      if (!others[r] && problem.empty()) problem = names[r] + " has not connected to rank 0";
-    }
-    thread_ = make_watch_hub(std::move(others), names, times, state_);
-  } else if (hub_address.port != 0) {
-    Connection hub = connect_to_rank(hub_address, rank, wait);
-    if (hub.socket) {
-      thread_ = make_watch_client(std::move(hub.socket), rank, names, times, state_);
-    } else {
-      problem = fmt::format("{} cannot reach {} at any of: {} ({})", names[rank], names[0],
-                            join(hub_address.addresses), hub.problem);
-    }
-  }
-  if (!problem.empty()) {
-    problem += fmt::format(", TCP port {}: open the network between the hosts for the watchdog", hub_address.port);
-  } else if (thread_) {
-    try {
-      thread_->prepare();
-    } catch (const Error& error) {
-      problem = fmt::format("{}: {}", names[rank], error.what());
-    }
-  }
-  // A rank that knows the addresses says more than rank 0: the last word counts.
-  for (const std::string& word : ranks.gather_text(problem)) problem = word.empty() ? problem : word;
-  if (!problem.empty()) {
-    thread_.reset();  // it does not run, so that no failure can be told to it
-    throw_bad_input("{}", problem);
-  }
+  agree_on_no_problem(gather, problem);
+  thread_ = std::move(thread);  // until all have one, no failure can be told to it
   thread_->start();
 }
 

@@ -44,10 +44,9 @@ class Watchdog {
   Watchdog();
   ~Watchdog();
 
-  // All ranks must call it together. `host` names this rank's host in messages; `host_leader` is the lowest rank on
-  // it, `reach` from where ranks come to rank 0. Throws the same Error on all ranks if one cannot reach it.
-  void start(Communicator& ranks, const std::string& host, int host_leader, Reach reach,
-             const WatchdogTimes& times);
+  // All ranks must call it together. `host` names this rank's host in messages, `reach` is from where ranks come to
+  // rank 0. Throws the same Error on all ranks if one cannot reach it.
+  void start(Communicator& ranks, const std::string& host, Reach reach, const WatchdogTimes& times);
   // How long a rank may make no progress while others wait for it. Only rank 0's value counts.
   void set_stall_seconds(double seconds);
 
