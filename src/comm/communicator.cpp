@@ -168,13 +168,15 @@ class HostCommunicator final : public Communicator {
     return transport_.gather_text(text);
   }
   double max(double value) override {
-    const CollectiveCounter::Span span(counter_);
-    return transport_.max(value);
+    const std::string bytes(reinterpret_cast<const char*>(&value), sizeof(value));
+    for (const std::string& other : gather_text(bytes)) {
+      double its = 0;
+      std::memcpy(&its, other.data(), sizeof(its));
+      value = std::max(value, its);
+    }
+    return value;
   }
-  void barrier() override {
-    const CollectiveCounter::Span span(counter_);
-    transport_.barrier();
-  }
+  void barrier() override { gather_text(""); }
 
  private:
   // Elements [begin, begin + count) of a tensor, the part that one rank reduces.

@@ -1,4 +1,4 @@
-#include "comm/mpi_transport.h"
+#include "comm/transport.h"
 
 #include <algorithm>
 #include <array>
@@ -56,12 +56,6 @@ class MpiTransport final : public Transport {
   }
 
   std::vector<std::string> gather_text(const std::string& text) override;
-  double max(double value) override {
-    double largest = value;
-    check(MPI_Allreduce(&value, &largest, 1, MPI_DOUBLE, MPI_MAX, MPI_COMM_WORLD), "max");
-    return largest;
-  }
-  void barrier() override { check(MPI_Barrier(MPI_COMM_WORLD), "barrier"); }
   void limit_waits(const WaitTimes* times) override {
     limit_.reset();
     if (times != nullptr) {

@@ -1,4 +1,4 @@
-#include "comm/mpi_transport.h"
+#include "comm/transport.h"
 #include "core/error.h"
 
 // For builds without MPI: mpirun cannot start their ranks, so nothing calls these.

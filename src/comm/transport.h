@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -26,18 +27,24 @@ class Transport {
   // Returns when all queued messages are sent and received.
   virtual void wait() = 0;
 
-  // ---- Agreement: these wait for all ranks ----
+  // ---- Agreement; all but limit_waits() wait for all ranks ----
 
   // `text` of every rank, in the order of ranks; lengths may differ.
   virtual std::vector<std::string> gather_text(const std::string& text) = 0;
-  // The largest value of any rank.
-  virtual double max(double value) = 0;
-  virtual void barrier() = 0;
   // From now on a rank that keeps the others waiting for longer is lost, and nullptr: none is. Over MPI, whose
   // calls do not come back, the time is that until the limit is lifted, and the process ends.
   virtual void limit_waits(const WaitTimes* times) = 0;
   // Leaves the other ranks; the last call.
   virtual void finish() = 0;
 };
+
+// All that the rest of src/comm uses of MPI: mpi_transport.cpp alone includes the system's header. no_mpi.cpp
+// replaces it in builds without MPI.
+bool built_with_mpi();
+std::string mpi_library();  // "Open MPI v4.1.4"; empty without MPI. May be called before MPI_Init
+// Joins the ranks that MPI's launcher started (MPI_Init), at most once in a process. Only the calling thread may
+// use MPI from now on. If MPI_Init takes longer than the limit the process ends with kRankLost. `rank` is for
+// messages.
+std::unique_ptr<Transport> join_over_mpi(int rank, const WaitTimes& times);
 
 }  // namespace parka

@@ -20,7 +20,7 @@
 #include <unistd.h>
 
 #include "comm/launch/launch.h"
-#include "comm/mpi_transport.h"
+#include "comm/transport.h"
 #include "core/heartbeat.h"
 #include "core/log/log.h"
 #include "core/parallel.h"

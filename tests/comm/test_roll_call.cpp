@@ -171,11 +171,11 @@ TEST_CASE("What ranks tell each other survives the line it is put into", "[watch
   CHECK(parse_watch_line(beat_line(sent)).report == sent);
   sent.what.clear();
   CHECK(parse_watch_line(beat_line(sent)).report == sent);
-  const WatchMessage fail = parse_watch_line(fail_line(ExitCode::kIo, "a.npy: disk full"));
+  const WatchMessage fail = parse_watch_line(verdict_line("fail", {ExitCode::kIo, 1, false, "a.npy: disk full"}));
   CHECK(fail.kind == WatchMessage::Kind::kFail);
   CHECK(fail.verdict.code == ExitCode::kIo);
   CHECK(fail.verdict.message == "a.npy: disk full");
-  const WatchMessage end = parse_watch_line(end_line({ExitCode::kNonFinite, 7, true, "loss is nan"}));
+  const WatchMessage end = parse_watch_line(verdict_line("end", {ExitCode::kNonFinite, 7, true, "loss is nan"}));
   CHECK(end.kind == WatchMessage::Kind::kEnd);
   CHECK(end.verdict.code == ExitCode::kNonFinite);
   CHECK(end.verdict.rank == 7);

@@ -13,7 +13,6 @@
 #include "comm/launch/local_ranks.h"
 #include "comm/launch/rendezvous.h"
 #include "comm/launch/secret.h"
-#include "comm/mpi_transport.h"
 #include "comm/nccl_ranks.h"
 #include "core/heartbeat.h"
 #include "core/log/log.h"

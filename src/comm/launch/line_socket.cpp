@@ -111,11 +111,6 @@ void LineSocket::close() {
   fd_ = -1;
 }
 
-int LineSocket::release() {
-  PARKA_REQUIRE(incoming_.empty() && outgoing_.empty());
-  return std::exchange(fd_, -1);
-}
-
 void LineSocket::end_sending() {
   flush();
   if (fd_ >= 0) ::shutdown(fd_, SHUT_WR);

@@ -29,8 +29,6 @@ class LineSocket {
   // Closes the sending direction; receive() still works.
   void end_sending();
   void close();
-  // Hands the connection to the caller, who closes it. Nothing may be queued or received in part.
-  int release();
 
  private:
   int fd_;

@@ -33,7 +33,7 @@ void RollCall::failed(int rank, ExitCode code, const std::string& message, doubl
   r.state = State::kFailed;
   r.code = code;
   r.message = message;
-  remember_bad_news(now);
+  first_bad_news_ = first_bad_news_.value_or(now);
 }
 
 void RollCall::lost(int rank, double now) {
@@ -42,7 +42,7 @@ void RollCall::lost(int rank, double now) {
   r.state = State::kLost;
   r.code = ExitCode::kRankLost;
   r.message = fmt::format("{} died, last heard of {}", r.name, describe(r.report));
-  remember_bad_news(now);
+  first_bad_news_ = first_bad_news_.value_or(now);
 }
 
 void RollCall::left(int rank) { ranks_[static_cast<size_t>(rank)].state = State::kLeft; }
@@ -54,10 +54,6 @@ bool RollCall::all_left() const {
 void RollCall::forgive(double now) {
   for (Rank& r : ranks_) r.heard = r.advanced = now;
   if (first_bad_news_) first_bad_news_ = now;  // its explanation may still be on its way
-}
-
-void RollCall::remember_bad_news(double now) {
-  if (!first_bad_news_) first_bad_news_ = now;
 }
 
 std::optional<Verdict> RollCall::verdict(double now) const {

@@ -72,7 +72,6 @@ class RollCall {
     std::string message;
   };
 
-  void remember_bad_news(double now);
   Verdict worst_news() const;
   std::optional<Verdict> silence(double now) const;
   std::optional<Verdict> stall(double now) const;

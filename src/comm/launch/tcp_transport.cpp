@@ -8,7 +8,6 @@
 
 #include <poll.h>
 #include <sys/socket.h>
-#include <unistd.h>
 
 #include "comm/launch/rendezvous.h"
 #include "core/error.h"
@@ -24,10 +23,10 @@ constexpr double kLinkSeconds = 60;  // for a rank to connect to another, once b
 class TcpTransport final : public Transport {
  public:
   // `connections[r]` is the one with rank r; on ranks other than 0 there is only that with rank 0.
-  TcpTransport(int rank, Reach reach, std::vector<std::unique_ptr<LineSocket>> connections);
-  ~TcpTransport() override;
-  TcpTransport(const TcpTransport&) = delete;
-  TcpTransport& operator=(const TcpTransport&) = delete;
+  TcpTransport(int rank, Reach reach, std::vector<std::unique_ptr<LineSocket>> connections)
+      : rank_(rank), reach_(reach), links_(connections.size()), all_connected_(connections.size() == 2) {
+    adopt(std::move(connections));
+  }
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(links_.size()); }
@@ -43,12 +42,10 @@ class TcpTransport final : public Transport {
   void wait() override;
 
   std::vector<std::string> gather_text(const std::string& text) override;
-  double max(double value) override;
-  void barrier() override { max(0); }
   void limit_waits(const WaitTimes* times) override {
     times_ = times == nullptr ? std::nullopt : std::optional(*times);
   }
-  void finish() override { barrier(); }
+  void finish() override { gather_text(""); }
 
  private:
   template <typename Byte>
@@ -57,17 +54,21 @@ class TcpTransport final : public Transport {
     int64_t bytes;  // still to come
   };
   struct Link {
-    int fd = -1;
+    std::unique_ptr<LineSocket> socket;
     std::deque<Message<const std::byte>> outgoing;
     std::deque<Message<std::byte>> incoming;
   };
 
   Link& link(int rank) {
     Link& link = links_[static_cast<size_t>(rank)];
-    PARKA_REQUIRE(link.fd >= 0);
+    PARKA_REQUIRE(link.socket != nullptr);
     return link;
   }
-  void adopt(int rank, LineSocket& connection) { links_[static_cast<size_t>(rank)].fd = connection.release(); }
+  void adopt(std::vector<std::unique_ptr<LineSocket>> connections) {
+    for (size_t r = 0; r < links_.size(); ++r) {
+      if (connections[r]) links_[r].socket = std::move(connections[r]);
+    }
+  }
   // Moves what the network takes or has; false if nothing is left to move.
   bool advance(int rank);
   [[noreturn]] static void throw_lost(int rank, const std::string& reason) {
@@ -81,37 +82,20 @@ class TcpTransport final : public Transport {
   Reach reach_;
   std::vector<Link> links_;  // by rank; none with itself
   std::optional<WaitTimes> times_;
-  bool all_connected_ = false;
+  bool all_connected_;
 };
-
-TcpTransport::TcpTransport(int rank, Reach reach, std::vector<std::unique_ptr<LineSocket>> connections)
-    : rank_(rank), reach_(reach), links_(connections.size()) {
-  for (size_t r = 0; r < connections.size(); ++r) {
-    if (connections[r]) adopt(static_cast<int>(r), *connections[r]);
-  }
-  all_connected_ = connections.size() == 2;
-}
-
-TcpTransport::~TcpTransport() {
-  for (const Link& link : links_) {
-    if (link.fd >= 0) ::close(link.fd);
-  }
-}
 
 void TcpTransport::connect_all() {
   if (std::exchange(all_connected_, true)) return;
   const auto gather = [&](const std::string& text) { return gather_text(text); };
-  const auto others = connect_ranks(gather, rank_, 1, size() - 1, reach_, kLinkSeconds);
-  for (int r = 1; r < size(); ++r) {
-    if (others[static_cast<size_t>(r)]) adopt(r, *others[static_cast<size_t>(r)]);
-  }
+  adopt(connect_ranks(gather, rank_, 1, size() - 1, reach_, kLinkSeconds));
 }
 
 bool TcpTransport::advance(int rank) {
   Link& link = links_[static_cast<size_t>(rank)];
   while (!link.outgoing.empty()) {
     auto& [data, bytes] = link.outgoing.front();
-    const ssize_t count = ::send(link.fd, data, static_cast<size_t>(bytes), MSG_NOSIGNAL);
+    const ssize_t count = ::send(link.socket->fd(), data, static_cast<size_t>(bytes), MSG_NOSIGNAL);
     if (count < 0 && errno != EAGAIN && errno != EINTR) throw_lost(rank, std::strerror(errno));
     if (count < 0) break;
     data += count;
@@ -120,7 +104,7 @@ bool TcpTransport::advance(int rank) {
   }
   while (!link.incoming.empty()) {
     auto& [data, bytes] = link.incoming.front();
-    const ssize_t count = ::recv(link.fd, data, static_cast<size_t>(bytes), 0);
+    const ssize_t count = ::recv(link.socket->fd(), data, static_cast<size_t>(bytes), 0);
     if (count == 0) throw_lost(rank, "it has ended");
     if (count < 0 && errno != EAGAIN && errno != EINTR) throw_lost(rank, std::strerror(errno));
     if (count < 0) break;
@@ -135,7 +119,7 @@ std::string TcpTransport::awaited() const {
   std::vector<std::string> ranks;
   for (int r = 0; r < size(); ++r) {
     const Link& link = links_[static_cast<size_t>(r)];
-    if (!link.incoming.empty()) ranks.push_back(fmt::format("rank {} at {}", r, peer_of(link.fd)));
+    if (!link.incoming.empty()) ranks.push_back(fmt::format("rank {} at {}", r, peer_of(link.socket->fd())));
   }
   return join(ranks, ", ");
 }
@@ -152,7 +136,7 @@ void TcpTransport::wait() {
       if (!advance(r)) continue;
       const Link& waiting = link(r);
       const int events = (waiting.outgoing.empty() ? 0 : POLLOUT) | (waiting.incoming.empty() ? 0 : POLLIN);
-      polled.push_back({waiting.fd, static_cast<short>(events), 0});
+      polled.push_back({waiting.socket->fd(), static_cast<short>(events), 0});
     }
     if (!polled.empty()) ::poll(polled.data(), polled.size(), times_ ? kRoundMilliseconds : -1);
     if (!polled.empty() && times_ && !notice.goes_on(waits)) {
@@ -197,23 +181,6 @@ std::vector<std::string> TcpTransport::gather_text(const std::string& text) {
   texts.reserve(links_.size());
   for (int r = 0; r < size(); ++r) texts.push_back(all.substr(offsets[r], lengths[r]));
   return texts;
-}
-
-double TcpTransport::max(double value) {
-  if (rank_ != 0) {
-    double largest = value;
-    send(&value, sizeof(value), 0);
-    receive(&largest, sizeof(largest), 0);
-    wait();
-    return largest;
-  }
-  std::vector<double> values(links_.size(), value);
-  for (int r = 1; r < size(); ++r) receive(&values[r], sizeof(value), r);
-  wait();
-  const double largest = *std::max_element(values.begin(), values.end());
-  for (int r = 1; r < size(); ++r) send(&largest, sizeof(largest), r);
-  wait();
-  return largest;
 }
 
 std::unique_ptr<LineSocket> reach_rank_0(const RankAddress& to, int rank, int size, const WaitTimes& times) {

@@ -32,12 +32,8 @@ std::string beat_line(const RankReport& report) {
                      report.collectives.finished, report.what);
 }
 
-std::string fail_line(ExitCode code, const std::string& message) {
-  return fmt::format("fail {} {}", static_cast<int>(code), message);
-}
-
-std::string end_line(const Verdict& verdict) {
-  return fmt::format("end {} {} {} {}", static_cast<int>(verdict.code), verdict.rank, verdict.common ? 1 : 0,
+std::string verdict_line(const char* kind, const Verdict& verdict) {
+  return fmt::format("{} {} {} {} {}", kind, static_cast<int>(verdict.code), verdict.rank, verdict.common ? 1 : 0,
                      verdict.message);
 }
 
@@ -47,24 +43,20 @@ WatchMessage parse_watch_line(const std::string& line) {
   std::string kind;
   in >> kind;
   WatchMessage message;
-  int code = 0;
   if (kind == "beat") {
     message.kind = Kind::kBeat;
     RankReport& report = message.report;
     in >> report.step >> report.calls >> report.collectives.reached >> report.collectives.finished;
     report.what = rest_of(in);
-  } else if (kind == "fail") {
-    message.kind = Kind::kFail;
-    in >> code;
-  } else if (kind == "end") {
-    message.kind = Kind::kEnd;
-    in >> code >> message.verdict.rank >> message.verdict.common;
   } else if (kind == "bye") {
     message.kind = Kind::kBye;
-  }
-  if (message.kind == Kind::kFail || message.kind == Kind::kEnd) {
-    message.verdict.code = static_cast<ExitCode>(code);
-    message.verdict.message = rest_of(in);
+  } else if (kind == "fail" || kind == "end") {
+    message.kind = kind == "end" ? Kind::kEnd : Kind::kFail;
+    Verdict& verdict = message.verdict;
+    int code = 0;
+    in >> code >> verdict.rank >> verdict.common;
+    verdict.code = static_cast<ExitCode>(code);
+    verdict.message = rest_of(in);
   }
   return message;
 }
@@ -116,13 +108,14 @@ void WatchThread::wake() const {
 
 Verdict WatchThread::fail(ExitCode code, const std::string& message) {
   std::unique_lock lock(mutex_);
-  requests_.failure = Failure{code, message};
+  const Verdict own = {code, rank_, false, message};
+  requests_.failure = own;
   waits_for_verdict_ = true;
   wake();
   changed_.wait_for(lock, std::chrono::duration<double>(kVerdictSeconds), [&] { return done_; });
   // A rank that has lost another one says the same as one whose watchdog hears of it first.
   if (code == ExitCode::kRankLost && verdict_ && verdict_->rank != rank_) announce(*verdict_);
-  return verdict_.value_or(Verdict{code, rank_, false, message});
+  return verdict_.value_or(own);
 }
 
 void WatchThread::leave() {
@@ -144,7 +137,8 @@ WatchThread::Requests WatchThread::take_requests() {
   requests_.failure.reset();
   requests_.stall_seconds.reset();
   if (!broken.empty() && !taken.failure && !told_failure_) {
-    taken.failure = Failure{ExitCode::kRankLost, fmt::format("{}: {}", names_[static_cast<size_t>(rank_)], broken)};
+    const std::string& name = names_[static_cast<size_t>(rank_)];
+    taken.failure = {ExitCode::kRankLost, rank_, false, fmt::format("{}: {}", name, broken)};
   }
   told_failure_ = told_failure_ || taken.failure.has_value();
   return taken;
@@ -162,7 +156,7 @@ void WatchThread::run() {
       if (decides()) {
         roll_.failed(rank_, failure->code, failure->message, now);
       } else {
-        tell(fail_line(failure->code, failure->message));
+        tell(verdict_line("fail", *failure));
       }
     }
     // Rank 0 closes the connection after it has read that.
@@ -184,7 +178,7 @@ void WatchThread::run() {
     if (!verdict) {
       verdict = roll_.verdict(heard_all);
       // If rank 0 wakes up again, it must not think that this rank died first.
-      if (verdict && !decides()) tell(fail_line(verdict->code, verdict->message));
+      if (verdict && !decides()) tell(verdict_line("fail", *verdict));
     }
     if (verdict) return conclude(*verdict);
   }
@@ -254,7 +248,7 @@ void WatchThread::conclude(const Verdict& verdict) {
     if (waits_for_verdict_) verdict_ = verdict;
   }
   if (!verdict_) announce(verdict);
-  if (decides()) part_with(end_line(verdict), kLongest);
+  if (decides()) part_with(verdict_line("end", verdict), kLongest);
   if (verdict_) return;
   flush_log();
   std::_Exit(static_cast<int>(verdict.code));

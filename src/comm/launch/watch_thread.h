@@ -14,20 +14,19 @@
 // The thread of the watchdog. On rank 0 it receives the reports of all ranks and decides; elsewhere it reports to
 // rank 0. They exchange lines of text:
 //   both:             beat STEP CALLS REACHED FINISHED WHAT    a heartbeat
-//   other to rank 0:  fail CODE MESSAGE                        this rank has failed
+//   other to rank 0:  fail CODE RANK COMMON MESSAGE            this rank has failed
 //                     bye                                      this rank is done
 //   rank 0 to other:  end CODE RANK COMMON MESSAGE             the verdict
 namespace parka {
 
 std::string beat_line(const RankReport& report);
-std::string fail_line(ExitCode code, const std::string& message);
-std::string end_line(const Verdict& verdict);
+std::string verdict_line(const char* kind, const Verdict& verdict);
 
 struct WatchMessage {
   enum class Kind { kUnknown, kBeat, kFail, kBye, kEnd };
   Kind kind = Kind::kUnknown;
   RankReport report;  // kBeat
-  Verdict verdict;    // kEnd; kFail has only its code and message
+  Verdict verdict;    // kFail, kEnd
 };
 WatchMessage parse_watch_line(const std::string& line);
 
@@ -47,15 +46,10 @@ class WatchThread {
   void set_stall_seconds(double seconds);
 
  private:
-  struct Failure {
-    ExitCode code;
-    std::string message;
-  };
-
   // The requests of the training thread or its collectives since the last call.
   struct Requests {
     bool stop = false, leave = false;
-    std::optional<Failure> failure;  // reported once
+    std::optional<Verdict> failure;  // reported once
     std::optional<double> stall_seconds;
   };
   Requests take_requests();

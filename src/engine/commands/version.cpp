@@ -8,8 +8,8 @@
 
 #include <fmt/format.h>
 
-#include "comm/mpi_transport.h"
 #include "comm/nccl_ranks.h"
+#include "comm/transport.h"
 #include "kernels/device/device.h"
 
 namespace parka {
