@@ -395,9 +395,9 @@ class StartTest(RanksTest):
         """As if another MPI's mpirun had started processes, each of which is alone for ours, or as if its variables were left over."""
         runs = {}
         for name, size, rank in (("PMI_SIZE", "4", "0"), ("PMI_SIZE", "2", "1"), ("OMPI_COMM_WORLD_SIZE", "2", "1"), ("PMIX_RANK", "1", "1"),
-                                 ("MV2_COMM_WORLD_SIZE", "2", "0"), ("JSM_NAMESPACE_SIZE", "2", "1"), ("FLUX_JOB_SIZE", "2", "0")):
+                                 ("MV2_COMM_WORLD_SIZE", "2", "0"), ("JSM_NAMESPACE_SIZE", "2", "1")):
             # isolated: where there is no ssh, Open MPI refuses to start a process of its own otherwise
-            launcher = {name: size, name.replace("SIZE", "RANK").replace("JOB", "TASK"): rank, "OMPI_MCA_plm": "isolated"}
+            launcher = {name: size, name.replace("SIZE", "RANK"): rank, "OMPI_MCA_plm": "isolated"}
             runs[f"{name}={size} of rank {rank}"] = name, subprocess.Popen([PROGRAM, "alone"], stderr=subprocess.PIPE, text=True, env=alone(**launcher))
         for case, (name, run) in runs.items():
             with self.subTest(case):

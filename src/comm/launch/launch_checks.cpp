@@ -69,17 +69,18 @@ struct Numbering {
 };
 constexpr Numbering kOpenMpi = {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, kTorch = {"RANK", "WORLD_SIZE"},
                     kSlurm = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"};
-// MPI finds the processes of these if it was built for them: Hydra, MVAPICH, jsrun, Flux.
-constexpr std::array<Numbering, 5> kOverMpi = {{{"PMI_RANK", "PMI_SIZE"},
+// MPI finds the processes of these if it was built for them: Hydra, MVAPICH, jsrun.
+constexpr std::array<Numbering, 4> kOverMpi = {{{"PMI_RANK", "PMI_SIZE"},
                                                 {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"},
                                                 {"MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE"},
-                                                {"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"},
-                                                {"FLUX_TASK_RANK", "FLUX_JOB_SIZE"}}};
-// These number only hosts or the processes of a host, or tell no number of processes: PALS, ALPS.
-constexpr std::array<Numbering, 6> kPartly = {{{"LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+                                                {"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"}}};
+// These number only hosts or the processes of a host, or tell no number of processes: PALS, ALPS. Flux sets PMI's
+// variables, too, unless MPI cannot find its processes.
+constexpr std::array<Numbering, 7> kPartly = {{{"LOCAL_RANK", "LOCAL_WORLD_SIZE"},
                                                {"NODE_RANK", "NNODES"},
                                                {"PALS_RANKID", "PALS_LOCAL_SIZE"},
                                                {"MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+                                               {"FLUX_TASK_RANK", "FLUX_JOB_SIZE"},
                                                {"ALPS_APP_PE", nullptr},
                                                {"SLURM_PROCID", nullptr}}};
 
@@ -159,7 +160,7 @@ void refuse_partly_numbered(const Environment& variable) {
   const auto require = [&](const char* name, bool is_alone) {
     if (is_alone) return;
     throw_bad_input(
-        "{} is {}, but RANK and WORLD_SIZE are not set: start parka with mpirun, once on a host with --ranks, or give each "
+        "{} is {}, as for one of several processes, but RANK and WORLD_SIZE are not set: start parka with mpirun, once on a host with --ranks, or give each "
         "process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (docs/cluster.md); unset it to start one rank",
         name, shown(variable, name));
   };
