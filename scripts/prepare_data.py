@@ -204,8 +204,14 @@ def tell_unread(counts: collections.Counter, options: argparse.Namespace, templa
             f'warning: {counted(counts["lacking"], "records")} without "{options.jsonl_field}" counted as empty documents; such records have '
             f'{", ".join(keys("lacking ")) or "nothing"}'
         )
-    if counts["stripped"]:
-        print_line(f'warning: the chat template strips white space from the ends of messages in {counted(counts["stripped"], "conversations")}')
+    doubts: dict[tuple[str, str], list] = {}
+    for name, count in counts.items():
+        if name.startswith("doubt "):
+            of, what, place = name.removeprefix("doubt ").split("\n", 2)
+            doubts.setdefault((of, what), [place, 0])[1] += count
+    for (of, what), (place, count) in doubts.items():
+        if of != "documents" or 2 * count > counts["looked_at"]:
+            print_line(f"warning: {counted(count, of)} (first: {printable(place)}): {what}")
     others = [key for key in keys("unread ") if not key.endswith(" of messages") or template.unread(key.removesuffix(" of messages"))]
     if others:
         print_line(f"not read: {', '.join(others)}")

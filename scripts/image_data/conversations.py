@@ -18,7 +18,7 @@ from typing import Iterator
 
 from text_data.common import InputError, one_line
 from text_data.conversations import TRAIN, is_empty, is_target
-from text_data.readers import InputFile, KeyTwice, Reading, object_of, refuse_utf16, unreadable
+from text_data.readers import InputFile, KeyTwice, Reading, object_of, unreadable
 
 PLACEHOLDER = "<image>"
 ROLES = {"human": "user", "gpt": "assistant", "system": "system"}
@@ -47,7 +47,6 @@ def read_records(path: Path) -> Iterator[tuple[str, object]]:
     """(place, record)"""
     try:
         with InputFile(path, Reading()).content() as file:
-            refuse_utf16(file, path)
             first, number = file.readline().removeprefix(codecs.BOM_UTF8), 1
             while first and not first.strip():
                 first, number = file.readline(), number + 1

@@ -6,6 +6,7 @@ The text is tokenized as a whole. What the assistant says is a target, up to the
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import hashlib
@@ -19,7 +20,7 @@ import numpy as np
 
 from python_packages import advice
 
-from .common import InputError, hub_advice, one_line
+from .common import InputError, hub_advice, one_line, tell
 from .conversations import BESIDE_CONTENT, BESIDE_ROLE, HELD_OUT, KWARGS, TRAIN, in_one_form, says_something
 from .formats import refuse_no_content
 from .helper_process import limited, reason_of
@@ -45,6 +46,11 @@ END_OF_REASONING = re.compile(
     r"[<\[\u25c1][/|]?[^<>\[\]\n]{0,30}(?:think|thought|reason|channel|message|response|final|answer)[^<>\[\]\n]{0,30}[>\]\u25b7]", re.IGNORECASE
 )
 TAGS = re.compile(r"<[^<>\n]{1,40}>")
+# Marks that templates put around messages.
+MARKS = re.compile(
+    r"\[/?INST\]|<</?SYS>>|<\|(?:im_start|im_end|start_header_id|end_header_id|eot_id|system|user|assistant)\|>|<(?:start|end)_of_turn>|"
+    r"^### ?(?:Instruction|Response|Human|Assistant):", re.MULTILINE
+)
 # Characters of a conversation, of which a template may write what it is given more than once.
 MOST_TEXT = 4 * MAX_DOCUMENT_BYTES
 # A conversation by which a template shows how turns end.
@@ -134,7 +140,7 @@ class ChatTemplate:
         ends = set(tokenizer.added_tokens) | {self._special_tokens.get("eos_token", "")}
         ends = sorted(ends - {""}, key=len, reverse=True)  # the longest of those that begin alike
         self._own_token = re.compile("|".join(map(re.escape, ends)) or "(?!)")
-        self.stripped = 0  # conversations of which the template strips white space at the ends of content
+        self.told: collections.Counter = collections.Counter()  # of conversations that are doubtful, see common.tell
         self._render_template, self._syntax_error = import_renderer()
         if lacking := [token for token in sorted(tokenizer.lacking) if self._has(token)]:
             raise InputError(
@@ -217,10 +223,13 @@ class ChatTemplate:
         """Tokens and marks of conversations, as readers.conversation_of writes them, from these places."""
         texts, spans = [], []
         for document, place in zip(documents, places):
+            conversation = json.loads(document)
             try:
-                text, marked = self.text_and_spans(**json.loads(document))
+                text, marked = self.text_and_spans(**conversation)
             except ChatError as error:
                 raise InputError(f"{place}: {error}")
+            for doubt in self._doubts_of(conversation["messages"], text):
+                tell(self.told, "conversations", doubt, place)
             texts.append(text)
             spans.append(marked)
         result = []
@@ -229,6 +238,23 @@ class ChatTemplate:
             marks[:1] = MARK_DOCUMENT_START  # nothing predicts the first token of a document
             result.append((ids, marks))
         return result
+
+    def _doubts_of(self, messages: list[dict], text: str) -> Iterator[str]:
+        """What a conversation says that may not be meant. A reply that calls tools, or is in another channel, may follow another."""
+        contents, template = [message.get("content", "") for message in messages], "".join(self.texts.values())
+        if any(content not in text and content.strip() in text for content in contents):
+            yield "the chat template strips white space from the ends of messages"
+        if any(mark not in template for content in contents for mark in MARKS.findall(content)):
+            yield "messages hold the marks of another chat template, as text that it made; take them out"
+        are_replies = [
+            message["role"] == "assistant" and counts(message) and not any(message.get(key) for key in ("tool_calls", "function_call", "channel"))
+            for message in messages
+        ]
+        before = {message["role"] for message in messages[: are_replies.index(True)]} if any(are_replies) else {"user"}
+        if before <= {"system", "developer", "assistant"}:
+            yield "a reply is learnt before anybody has asked; check the order of the messages"
+        if any(map(all, zip(are_replies, are_replies[1:]))):
+            yield 'two replies follow each other, and both are learnt; leave one out, or give it "weight": 0'
 
     def digest(self, document: bytes, place: str) -> bytes:
         """Of a conversation, in two halves. The first, for parts.is_held_out, is of roles and words alone: whatever else
@@ -263,8 +289,6 @@ class ChatTemplate:
         given, written = given_beside(**beside), messages
         messages = self._as_shown(messages, given)
         text, marked = self._shown(messages, given)
-        contents = [message.get("content", "") for message in messages]
-        self.stripped += any(content not in text and content.strip() in text for content in contents)
         spans = list(self._assistant_spans(text, messages, given)) if marked is None else marked
         if all(counts(message) for message in written):
             return text, spans

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import collections
 import contextlib
 import errno
 import json
@@ -47,6 +48,12 @@ def printable(text: object) -> str:
     """In one line that a terminal takes no commands from: control characters, as names of files may have, are spelled out."""
     line = " ".join(str(text).splitlines())
     return re.sub(r"[\0-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]", lambda found: f"\\x{ord(found[0]):02x}", line)
+
+
+def tell(told: collections.Counter, of: str, what: str, place: str) -> None:
+    """Counts one more of the conversations, say, that a warning at the end is about, under the place of the first."""
+    key = f"doubt {of}\n{what}\n"
+    told[next((name for name in told if name.startswith(key)), key + place)] += 1
 
 
 @contextlib.contextmanager

@@ -20,8 +20,9 @@ TARGETS_KEYS = (*COUNTS, MASKED, *PARTS_COUNT)
 # Words of other keys that seem to say so, of which it is not known whether true excludes.
 UNCLEAR = {"ignore", "skip", "mask", "masks", "masked", "weight", "weights", "loss", "train", "training", "trainable", "kto"}
 # Words of keys by which a record or a message is not to be learnt: those where they say something, these where they are false.
-OUT = {"rejected", "deleted", "removed", "excluded", "discarded", "invalid"}
-IN = {"label", "chosen", "accepted", "approved", "keep", "valid"}
+OUT = {"rejected", "deleted", "removed", "exclude", "excluded", "discarded", "invalid", "freeze", "frozen"}
+IN = {"label", "chosen", "accepted", "approved", "keep", "valid", "learn", "learnable", "supervise", "supervised", "target", "predict"}
+STATUS = {"status", "state", "verdict"}  # of keys whose value may be one of OUT
 SYSTEM = {"system", "sys", "prompt", "message", "instruction", "instructions"}  # words of keys with a system prompt
 # The key of a checked message of which nothing is a target; the others do not have it.
 TRAIN = "train"
@@ -32,7 +33,7 @@ KWARGS = "chat_template_kwargs"
 NO_KWARGS = re.compile("messages|tools|documents|conversations|chat_template|return_assistant_tokens_mask|continue_final_message|add_generation_prompt|.*_token")
 # The key of a checked conversation to evaluate on, as the record says; others do not have it.
 HELD_OUT = "held_out"
-CHECKED_WORDS = UNCLEAR | OUT | IN | {"system", "sys", "split"}
+CHECKED_WORDS = UNCLEAR | OUT | IN | STATUS | {"system", "sys", "split"}
 # Keys that a message may have beside its content; transformers takes one of the names of reasoning for another.
 BESIDE_CONTENT = (
     ("tool_calls",), ("function_call",), ("refusal",),
@@ -53,6 +54,8 @@ def conversation_of(record: object, place: str, is_utf8: bool = True, holds_out:
     it has any, as JSON in one form. Keys without a value are left out, as tables have them. If the preparation `holds_out` records,
     those of another split than train are among them."""
     messages = record.get("messages") if isinstance(record, dict) else None
+    if isinstance(messages, str):
+        raise InputError(f"{place}: its \"messages\" are a text, not a list; where that is JSON, make a list of it: jq -c '.messages |= fromjson'")
     if not isinstance(messages, list) or not messages:
         forms = [form for key, form in OTHER_FORMS.items() if isinstance(record, dict) and key in record]
         advice = f"it looks like {forms[0]} form, for which" if forms else "for other forms"
@@ -160,7 +163,8 @@ def refuse_unread(said: dict, place: str) -> None:
 def excludes(words: frozenset[str], value: object) -> bool:
     """Whether the value of a key with these words may mean that nothing is to be learnt, or something else than the messages."""
     is_preferred = "chosen" in words and isinstance(value, (str, list, dict)) and bool(value)
-    return is_preferred or (not words.isdisjoint(OUT) and bool(value)) or (not words.isdisjoint(IN) and value is False)
+    is_out = not words.isdisjoint(STATUS) and isinstance(value, str) and value.strip().lower() in OUT
+    return is_preferred or is_out or (not words.isdisjoint(OUT) and bool(value)) or (not words.isdisjoint(IN) and value is False)
 
 
 def is_of_other_split(words: frozenset[str], value: object) -> bool:

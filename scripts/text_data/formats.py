@@ -35,6 +35,7 @@ SIGNS = (
     (rb"%PDF-", "pdf"),
     (rb"version https?://(git-lfs\.github\.com/spec|hawser\.github\.com/spec|git-media\.io)/", "pointer"),
     (rb"/annex/objects/", "annex"),
+    (rb"\xff\xfe(?!\0\0)|\xfe\xff|([\t\n\r -~]\0){4}|(\0[\t\n\r -~]){4}", "utf16"),  # with a byte order mark, or in Latin letters
     (rb"(\xef\xbb\xbf)?\s*<", "page"),
 )
 POINTER_BYTES = 1024  # a pointer has fewer
@@ -50,6 +51,7 @@ TOLD = {
     "7z": ("is a 7z archive", "unpack it, or leave it out"),
     "rar": ("is a rar archive", "unpack it, or leave it out"),
     "lz4": ("is compressed by lz4", "decompress it (lz4 -d)"),
+    "utf16": ("is in UTF-16", "make it UTF-8 (iconv -f UTF-16 -t UTF-8)"),
     "pdf": ("is a PDF", "make text of it, or leave it out"),
     "pointer": ("is a Git LFS pointer, not the file that it stands for", "fetch that: git lfs pull"),
     "annex": ("is a pointer of git-annex, not the file that it stands for", "fetch that: git annex get"),
@@ -58,7 +60,7 @@ TOLD = {
     "text": ("is text", "give it a name that ends in .txt or .jsonl, or fetch it again"),
 }
 POINTERS = ("pointer", "annex")
-ARCHIVES = ("zip", "7z", "rar", "lz4", "pdf")  # in a folder of text they are left out as binary
+ARCHIVES = ("zip", "7z", "rar", "lz4", "pdf", "utf16")  # in a folder of text they are left out as binary
 
 
 def told(kind: str) -> str:
@@ -156,7 +158,7 @@ def check_content(start: bytes, path: Path, suffix: str, has_records: bool) -> N
     elif has_records and MARKUP.get(suffix.lower()) in ("CSV", "a table"):
         raise InputError(f"{path}: is {MARKUP[suffix.lower()]} by its name; make JSON Lines of its rows")
     else:
-        is_wrong = kind == "binary" and has_records and not is_utf16(start)
+        is_wrong = kind == "binary" and has_records
     if is_wrong:
         raise InputError(f"{path}: {told(kind)}")
 
@@ -174,10 +176,6 @@ def markup_of(path: Path) -> str | None:
     if what is not None or kind_of_start(start) not in ("text", "page"):
         return what if kind_of_start(start) in ("text", "page", *COMPRESSED) else None
     return MARKUP[".html"] if re.match(rb"(\xef\xbb\xbf)?\s*<(!doctype html|html)\b", start, re.IGNORECASE) else None
-
-
-def is_utf16(start: bytes) -> bool:
-    return start[:2] in (b"\xff\xfe", b"\xfe\xff")
 
 
 def holds_zero(path: Path, kind: str) -> bool:

@@ -15,6 +15,7 @@ import json
 import multiprocessing
 import os
 import pickle
+import re
 import signal
 import threading
 import time
@@ -26,18 +27,24 @@ from typing import Callable, Iterable, Iterator
 import numpy as np
 
 from .chat import ChatTemplate
-from .common import InputError, real_path, sync
+from .common import InputError, real_path, sync, tell
 from .conversations import empty_answers, says_held_out
 from .readers import InputFile, Reading
 from .tokenizer import make_tokenizer
 
 # Counts changes of what a part holds.
-VERSION = 8
+VERSION = 9
 # Documents are tokenized together up to this many bytes, so that a tokenizer can use all cores.
 BATCH_BYTES = 8 * 2**20
 # Small files are made together into a part up to this size; a larger file is one of its own.
 GROUP_BYTES = 4 * 2**20
 REPORT_SECONDS = 10.0
+# Documents that were perhaps made by mistake, where most of the first LOOKED_AT are so. Commands of TeX follow "\\n" with a small letter.
+LOOKED_AT = 1000
+DOUBTFUL_TEXTS = {
+    "documents are JSON of a text, encoded once more than JSON Lines need; decode them": rb'"(?!.*[^\\]".)[^\n]*"|(?=[^\n]*\Z)[^\n]*\\n(?![a-z])[^\n]*',
+    "documents are numbers and nothing else, as ids of tokens; give the text of which they were made": rb"(?=\[?\s*-?\d[.\d]*[\s,;]+-?\d)[-.\d\s,;\[\]]+",
+}
 # The file of the groups that workers make parts of.
 GROUPS = "groups"
 
@@ -178,7 +185,6 @@ class PartMaker:
         suffixes = [".ids"] if self.template is None else [".ids", ".marks"]
         with contextlib.ExitStack() as stack:
             files = [stack.enter_context(open(path.with_suffix(suffix), "wb")) for suffix in suffixes]
-            stripped = self.template.stripped if self.template is not None else 0
             for batch in batches(self._documents(group, counts)):
                 for (_, digest, _), arrays in zip(batch, self._encode(batch)):
                     for file, content in zip(files, arrays):
@@ -194,7 +200,8 @@ class PartMaker:
             for file in files:
                 sync(file)
             if self.template is not None:
-                counts["stripped"] = self.template.stripped - stripped
+                counts.update(self.template.told)
+                self.template.told.clear()
         finish_part(
             path,
             digests=np.frombuffer(digests, np.uint8).reshape(-1, 16),
@@ -221,6 +228,10 @@ class PartMaker:
                 if not self.settings.keep_duplicates and not is_new(digest, seen):
                     counts["duplicate_documents"] += 1
                 else:
+                    if self.template is None and counts["looked_at"] < LOOKED_AT:
+                        counts["looked_at"] += 1
+                        for doubt in (doubt for doubt, form in DOUBTFUL_TEXTS.items() if re.fullmatch(form, document.strip())):
+                            tell(counts, "documents", doubt, source.place)
                     counts["empty_answers"] += empty_answers(document) if self.template is not None else 0
                     counts["of_other_splits"] += says_held_out(document) if self.template is not None else 0
                     yield document, digest, source.place

@@ -12,6 +12,7 @@ import contextlib
 import fnmatch
 import gzip
 import io
+import itertools
 import json
 import os
 import zlib
@@ -19,9 +20,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import BinaryIO, Callable, Iterable, Iterator
 
-from .common import InputError, hub_advice, one_line, printable, real_path, refuse_address, refuse_to_replace
+from .common import InputError, hub_advice, one_line, printable, real_path, refuse_address, refuse_to_replace, tell
 from .conversations import bytes_of, conversation_of, is_checked, kind_of, unread_keys
-from .formats import ARCHIVES, START_BYTES, TABLES, check_content, file_format, kind_of_start, markup_of, refuse_archive, refuse_irregular
+from .formats import ARCHIVES, START_BYTES, TABLES, check_content, file_format, kind_of_start, markup_of, refuse_archive, refuse_irregular, told
 from .tables import MAX_DOCUMENT_BYTES, check_size, import_pyarrow, table_rows
 
 
@@ -40,6 +41,8 @@ LEFTOVERS = ("~", ".bak", ".tmp", ".part", ".partial", ".orig", ".old", ".crdown
 
 QUOTED_ALL = "'.[]'"
 MOST_KEYS = 200  # of one part that are told of
+# Bytes of a text, and how many times as many another field has, where the wrong one may be named; records that tell of it.
+SHORT_TEXT, FAR_LONGER, SAMPLE = 64, 10, 1000
 
 
 def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: Callable[[str], None], texts: bool = False) -> Iterator[Path]:
@@ -192,7 +195,6 @@ class InputFile:
             yield from self._table_documents(kind)
         elif has_records:
             with self._open(kind, has_records) as file:
-                refuse_utf16(file, self.path)
                 yield from self._with_values(self._jsonl_documents(file))
         elif not self._looks_binary(kind):
             with self._open(kind, has_records) as file:
@@ -201,16 +203,47 @@ class InputFile:
     def _with_values(self, documents: Iterator[bytes | None]) -> Iterator[bytes]:
         """Records without a value, as tables have them and programs that leave out what is null, count as empty documents. A file
         that has no others is of another form."""
-        records = values = 0
+        records = values = filled = size = 0
         for document in documents:
             records += 1
             values += document is not None
+            filled += bool(document)
+            size += len(document or b"")
             yield document or b""
         if records and not values:
             field, advice = self._reading.field, "name another one with --jsonl-field, or leave the file out"
             if self._reading.chat:
                 field, advice = "messages", "--chat wants a list of messages in each record"
             raise InputError(f'{self.path}: all of its {records:,} records lack "{field}", or have null there; {advice}')
+        if not self._reading.chat:
+            self._tell_of_other_field(size / max(filled, 1), 2 * filled < records)
+
+    def _tell_of_other_field(self, length: float, is_empty: bool) -> None:
+        """Where texts have about this length or most of them are empty, and another field of the records has more."""
+        if length >= SHORT_TEXT and not is_empty:
+            return
+        field, sizes, number = self._reading.field, collections.defaultdict(list), 0
+        with contextlib.suppress(Exception):  # what nobody asked for may be in any state
+            asked = (record for record in self._records() if not (is_empty and record.get(field)))
+            for number, record in enumerate(itertools.islice(asked, SAMPLE), 1):
+                for name, value in record.items():
+                    if name != field and isinstance(value, str):
+                        sizes[name].append(len(bytes_of(value, False)))
+        medians = {name: sorted(some + [0] * (number - len(some)))[number // 2] for name, some in sizes.items()}
+        other = max(medians, key=medians.get, default=None)
+        if other is None or medians[other] < (max(length / 2, 1) if is_empty else max(FAR_LONGER * length, SHORT_TEXT)):
+            return
+        doubt = "is null or empty in more than half of the records" if is_empty else f"is short, and another field is {FAR_LONGER} times as long"
+        tell(self._told, "files", printable(f'"{field}" {doubt}; name "{other}" with --jsonl-field if its text is meant'), str(self.path))
+
+    def _records(self) -> Iterator[dict]:
+        """All that is in the records, of a file that was read before."""
+        if (kind := file_format(self.path, has_records=True)) in TABLES:
+            with open(self.path, "rb") as file:
+                yield from (row for row, _, _ in table_rows(import_pyarrow(self.path, TABLES[kind]), file, kind, list, self.path))
+        else:
+            with self._open(kind, has_records=True) as file:
+                yield from (record for line in file if line.strip() and isinstance(record := load_json(line)[0], dict))
 
     def content(self) -> contextlib.AbstractContextManager[BinaryIO]:
         """What is in a file of JSON, decompressed."""
@@ -243,7 +276,10 @@ class InputFile:
         """As git decides: whether there is a zero byte near the start. Refuses JSON, which is no plain text."""
         with self._open(kind, has_records=False) as file:
             start = file.read(8000)
-            self.is_binary = b"\0" in start or kind_of_start(start[:START_BYTES]) in ARCHIVES
+            content = kind_of_start(start[:START_BYTES])
+        self.is_binary = b"\0" in start or content in ARCHIVES
+        if content == "utf16":
+            tell(self._told, "files", f"left out, which {told(content)}", str(self.path))
         if self.is_binary:
             return True
         name = self.path.name.removesuffix(".gz").removesuffix(".zst")
@@ -406,12 +442,6 @@ def load_json(line: bytes) -> tuple[object, bool]:
         return json.loads(line.decode("utf-8-sig"), object_pairs_hook=object_of), True
     except UnicodeDecodeError:
         return json.loads(line.decode("utf-8-sig", "surrogateescape"), object_pairs_hook=object_of), False
-
-
-def refuse_utf16(file: io.BufferedReader | gzip.GzipFile, path: Path) -> None:
-    """Of records. Plain text in UTF-16 has zero bytes, and counts as binary."""
-    if file.peek(2)[:2] in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
-        raise InputError(f"{path}: is in UTF-16; make it UTF-8 (iconv -f UTF-16 -t UTF-8)")
 
 
 def holds_json(file: BinaryIO, any_json: bool) -> bool:

@@ -130,6 +130,69 @@ class Files(Doubtful):
         assert_told(self, result, "2 records", "content, id")
         self.assertEqual(self.info(result)["left_out"]["empty_documents"], 3)
 
+    def write_table(self, rows, form):
+        path = self.folder / f"a.{form}"
+        if form == "jsonl":
+            return self.write(path.name, "".join(json.dumps(row) + "\n" for row in rows))
+        table = pyarrow.Table.from_pylist(rows)
+        if form == "parquet":
+            pyarrow.parquet.write_table(table, path)
+            return path
+        with pyarrow.ipc.new_file(path, table.schema) as writer:
+            writer.write_table(table)
+        return path
+
+    def test_another_field_has_the_text(self):
+        long = [f"words of document {number} " * 20 for number in range(3000)]
+        merged = [{"text": text, "body": None} for text in long[:1200]] + [{"text": None, "body": text} for text in long[1200:]]
+        cases = {"text": (merged, "body"), "id": ([{"id": f"doc-{text[18:22]}", "n": 1, "body": text} for text in long], "body"),
+                 "title": ([{"title": "", "body": text, "url": "a.b"} for text in long[:60]] + [{"title": "A title", "body": "", "url": "a.b"}] * 9, "body")}
+        for form in (*FORMS, "arrow"):
+            for field, (rows, other) in cases.items():
+                with self.subTest(field, form=form):
+                    path = self.write_table(rows, form)
+                    assert_told(self, self.prepare_text(path, "--jsonl-field", field, "--keep-duplicates"), path.name, f'"{field}"', f'"{other}"')
+            for rows in (merged[:1300], [{"text": text, "id": "a"} for text in long], [{"text": "short", "url": "https://a.b/c/d"}],
+                         [{"text": text, "notes": "n" * 900 if i == 0 else None} for i, text in enumerate(("one", "two", "three"))],
+                         [{"text": text if i % 3 == 0 else None, "id": str(i)} for i, text in enumerate(long)]):
+                with self.subTest(rows=len(rows), form=form):
+                    result = self.prepare_text(self.write_table(rows, form), "--jsonl-field", "text")
+                    self.assertEqual((result.returncode, result.stderr), (0, ""))
+
+    def test_texts_that_are_encoded_twice_or_are_numbers(self):
+        lines = [f"Line {number} of it.\n\nIt says \"a\"." for number in range(30)]
+        doubtful = {"quoted": [json.dumps(text) for text in lines], "escaped": [json.dumps(text)[1:-1] for text in lines], "plain": ['"one"', '"two"'],
+                    "ids": [f"{number} 17 256 " * 9 for number in range(9)], "lists": [str([number, 5]) for number in range(9)], "negative": ["-0.5,1.25;3"]}
+        fine = [lines, ["$a \\neq b$", "$\\nabla u$"], ['"Come," she said, "and see."'], ["17", "18"], ["3 apples", "2 + 2 = 4"], ['printf("\\n");\nreturn 0;'],
+                doubtful["quoted"][:9] + lines, doubtful["ids"] + lines[:20]]
+        for texts in (*doubtful.values(), *fine):
+            with self.subTest(texts[0]):
+                path = self.write_table([{"text": text} for text in texts], "jsonl")
+                result = self.prepare_text(path, "--jsonl-field", "text")
+                if texts in fine:
+                    self.assertEqual((result.returncode, result.stderr), (0, ""))
+                else:
+                    assert_told(self, result, "a.jsonl:1", f"{len(texts)} document")
+        assert_told(self, self.prepare_text(self.write("ids.txt", "12 345 6 " * 99)), "ids.txt")
+
+    def test_text_in_utf16(self):
+        for coding in ("utf-16", "utf-16-le", "utf-16-be"):
+            content = "some text\nof two lines\n".encode(coding)
+            for name, packed in (("a.txt", content), ("a.txt.gz", gzip.compress(content)), ("a.log", content)):
+                with self.subTest(name, coding=coding):
+                    path = self.write(f"texts/{name}", packed)
+                    assert_refused(self, self.prepare_text(path), name, "iconv -f UTF-16 -t UTF-8")
+                    if name == "a.log":
+                        self.write("texts/b.log", "other text")
+                        result = self.prepare_text(path.parent)
+                        assert_told(self, result, name, "UTF-16")
+                        self.assertEqual(self.info(result)["left_out"]["binary_files"], 1)
+                    else:
+                        assert_refused(self, self.prepare_text(path.parent), name, "UTF-16")
+                    path.unlink()
+            path = self.write("a.jsonl", '{"text": "a"}\n'.encode(coding))
+            assert_refused(self, self.prepare_text(path, "--jsonl-field", "text"), "a.jsonl", "iconv")
+
     def test_json_over_several_lines(self):
         for content, command in (([{"text": "a"}], "jq -c '.[]'"), ({"text": "a"}, "jq -c .")):
             path = self.write("a.json", json.dumps(content, indent=1))
@@ -194,6 +257,41 @@ class Files(Doubtful):
 
 
 class Conversations(Doubtful):
+    def test_turns_in_doubtful_order(self):
+        call = {"type": "function", "function": {"name": "f", "arguments": {}}}
+        shown = TEMPLATE.replace("{{ m.content }}", "{{ m.content }}{{ m.channel }}{% for c in m.tool_calls or [] %}{{ c.function.name }}{% endfor %}")
+        system, tool = {"role": "system", "content": "be brief"}, {"role": "tool", "content": "an error"}
+        for messages in (GREETING[::-1], [system, *GREETING[::-1]], [assistant("first")], [*GREETING, assistant("no")],
+                         [*GREETING, user("more"), assistant("a"), assistant("b"), assistant("c")]):
+            for form in FORMS:
+                with self.subTest(messages, form=form):
+                    path = self.write_chats([[user("fine"), assistant("so")], messages, messages + [user("thanks")]], form)
+                    assert_told(self, self.prepare(path), "2 conversations", f"chats.{form}" + {"jsonl": ":2", "parquet": ", row 2"}[form])
+        for messages in ([system, *GREETING], [user("hi"), assistant("", tool_calls=[call]), tool, assistant("it failed")],
+                         [user("hi"), assistant("I look"), assistant("", tool_calls=[call]), tool, assistant("it failed")],
+                         [user("hi"), assistant("hm", channel="analysis"), assistant("good day", channel="final")],
+                         [user("hi"), user("there"), assistant("no", weight=0), assistant("good day")], [assistant("welcome", weight=0), *GREETING]):
+            with self.subTest(messages):
+                result = self.prepare(self.write_chats([messages]), shown)
+                self.assertEqual((result.returncode, result.stderr), (0, ""))
+
+    def test_marks_of_another_template(self):
+        for text in ("[INST] hi [/INST]", "<|start_header_id|>user<|end_header_id|>\n\nhi", "Below is a task.\n### Instruction:\nhi", "<start_of_turn>user\nhi",
+                     "<<SYS>>\nbe brief\n<</SYS>>", "<|user|>\nhi"):
+            for messages in ([user(text), assistant("good day")], [user("hi"), assistant(text)]):
+                with self.subTest(messages):
+                    path = self.write_chats([GREETING, messages])
+                    assert_told(self, self.prepare(path), "1 conversation", "chats.jsonl:2")
+        for text in ("a [list] of <tags>", "what is INST?", "# Instruction: none", "<image>"):
+            self.assertEqual(self.prepare(self.write_chats([[user(text), assistant("good day")]])).stderr, "")
+        own = TEMPLATE.replace("{{ m.content }}", "[INST]{{ m.content }}[/INST]")
+        self.assertEqual(self.prepare(self.write_chats([[user("hi [INST]"), assistant("good day")]]), own).stderr, "")
+
+    def test_messages_that_are_a_text_of_json(self):
+        for form in FORMS:
+            path = self.write_chats([{"messages": json.dumps(GREETING)}], form)
+            assert_refused(self, self.prepare(path), path.name, "messages", "jq")
+
     def test_answers_without_words_are_not_learnt(self):
         for said in ("", " \n"):
             for form in FORMS:
@@ -259,18 +357,21 @@ class Conversations(Doubtful):
 
     def test_what_is_not_to_be_learnt(self):
         for more in ({"label": False}, {"rejected": [assistant("no")]}, {"rejected_response": "no"}, {"chosen": [assistant("yes")]}, {"deleted": True},
-                     {"split": "test"}, {"train_on_inputs": True}, {"sampleWeight": 0.5}, {"System": "Be brief."}, {"system_message": "Be brief."}):
+                     {"split": "test"}, {"train_on_inputs": True}, {"sampleWeight": 0.5}, {"System": "Be brief."}, {"system_message": "Be brief."},
+                     {"exclude": True}, {"isTarget": False}, {"status": "rejected"}, {"review_status": "Deleted"}, {"freeze": True}, {"learn": False}):
             for form in FORMS:
                 with self.subTest(more, form=form):
                     path = self.write_chats([{"messages": [user("hi"), assistant("hello")], **more}, {"messages": GREETING}], form)
                     assert_refused(self, self.prepare(path), path.name, next(iter(more)))
-        for more in ({"rejected": "no"}, {"prefix": True}, {"channel": "analysis"}, {"text": "other words"}, {"deleted": True}, {"label": False}):
+        for more in ({"rejected": "no"}, {"prefix": True}, {"channel": "analysis"}, {"text": "other words"}, {"deleted": True}, {"label": False},
+                     {"learn": False}, {"supervise": False}, {"is_target": False}, {"predict": False}, {"exclude": True}, {"freeze": True}, {"status": "rejected"}):
             with self.subTest(more, of="message"):
                 path = self.write_chats([GREETING, [user("hi"), assistant("hello") | more]])
                 assert_refused(self, self.prepare(path), path.name, next(iter(more)))
 
     def test_what_else_is_not_read_is_named(self):
-        more = {"id": 3, "source": "a", "label": True, "split": "train_sft", "deleted": False, "category": "maths", "train_id": 5, "skip_formatting": False}
+        more = {"id": 3, "source": "a", "label": True, "split": "train_sft", "deleted": False, "category": "maths", "train_id": 5, "skip_formatting": False,
+                "exclude": False, "target": "words", "learn": True, "status": "accepted"}
         for form in FORMS:
             with self.subTest(form):
                 said = [user("hi", name="Al"), assistant("hello", timestamp="now", channel="final")]
