@@ -213,6 +213,24 @@ class BadInput(RunFolder):
             file.write(good)
         self.assert_refused(self.train(self.config), [saved, '"a.npy" holds different bytes'])
 
+    def test_checksums_outlive_starts_without_them(self):
+        write_tokens(self.path("a.npy"), 700 * SEQUENCE, seed=1)
+        self.config["checkpoint"]["folder"] = self.path("checked")
+
+        def go_on(checksum):
+            self.config["data"]["checksum"] = checksum
+            self.config["training"]["steps"] += 1
+            return self.train(self.config)
+
+        self.assert_exit(go_on(True), 0)
+        self.assert_exit(go_on(True), 0)
+        with open(self.path("a.npy"), "r+b") as file:
+            file.seek(350 * SEQUENCE)
+            file.write(b"\1\0\2\0\1\0\2\0")
+        self.assert_exit(go_on(False), 0)
+        self.assert_exit(go_on(False), 0)
+        self.assert_refused(go_on(True), ['"a.npy" holds different bytes'])
+
     def test_states_of_another_format(self):
         """A run goes on with them if that is asked for."""
         self.config["optimizer"].update(states="fp8_expanded", master="fp24_split")

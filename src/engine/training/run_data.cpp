@@ -66,4 +66,10 @@ std::vector<std::string> file_differences(const nlohmann::json& saved, const nlo
   return all;
 }
 
+void keep_checksums(const nlohmann::json& saved, nlohmann::json& now) {
+  for (size_t i = 0; i < now.size(); ++i) {
+    if (saved[i].contains("checksum")) now[i]["checksum"] = saved[i]["checksum"];
+  }
+}
+
 }  // namespace parka

@@ -18,4 +18,8 @@ nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicat
 // Checksums are compared if both have them.
 std::vector<std::string> file_differences(const nlohmann::json& saved, const nlohmann::json& now);
 
+// Takes the checksums of `saved`, from which file_differences() tells none: a start without data.checksum loses
+// none.
+void keep_checksums(const nlohmann::json& saved, nlohmann::json& now);
+
 }  // namespace parka

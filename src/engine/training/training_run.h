@@ -199,7 +199,7 @@ class TrainingRun {
   nlohmann::json saved_state() const;
   std::vector<HostTensor> saved_pieces(std::vector<TensorView>& parts) const;
   std::string name_in_step(const std::string& tensor) const;
-  void check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress) const;
+  void check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress);
   void restore_base(const LoadedCheckpoint& checkpoint);
   void read_tensors(const LoadedCheckpoint& checkpoint, bool converts_states);
   void stage(CheckpointContents& contents, const std::vector<TensorView>& parts);

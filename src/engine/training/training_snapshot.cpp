@@ -261,7 +261,7 @@ CheckpointContents TrainingRun::snapshot(SnapshotForm form) {
 }
 
 // Throws where the files are not those of the checkpoint.
-void TrainingRun::check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress) const {
+void TrainingRun::check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress) {
   const std::vector<std::string> differences =
       progress.files.is_null() ? std::vector<std::string>() : file_differences(progress.files, data_files_);
   const bool is_mixture = !config_.data.weights.empty() && !progress.source_sequences.is_null();
@@ -271,7 +271,10 @@ void TrainingRun::check_data(const LoadedCheckpoint& checkpoint, const SavedProg
         "one to another; restore them, or train in another checkpoint.folder",
         checkpoint.path(), nlohmann::json(data_.source_sequences()).dump(), progress.source_sequences.dump());
   }
-  if (differences.empty() && progress.fingerprint == data_fingerprint_) return;
+  if (differences.empty() && progress.fingerprint == data_fingerprint_) {
+    if (!progress.files.is_null()) keep_checksums(progress.files, data_files_);
+    return;
+  }
   throw_bad_input(
       "{}: data.train holds other tokens than the checkpoint was trained on{}, so its position in them means nothing; "
       "restore the files, or train in another checkpoint.folder",
