@@ -137,6 +137,21 @@ class AtTheStart(RunFolders):
         self.assertEqual(self.read("run/config.json"), own)
         self.assertEqual(os.listdir(self.path("run")), ["config.json"])
 
+    def test_a_folder_of_data_or_of_a_model_is_none_of_a_run(self):
+        for name in ("data.json", "train-00000.npy", "ids.bin", "ids.idx", "model-00001-of-00002.safetensors", "text.parquet"):
+            with self.subTest(name):
+                self.write("run/notes.txt", "mine")
+                self.write("run/" + name, "{}")
+                before = tree_digest(self.path("run"))
+                self.assert_refused(self.train(self.config), "checkpoint.folder", name)
+                self.assertEqual(tree_digest(self.path("run")), before)
+                os.remove(self.path("run/" + name))
+        self.assert_exit(self.train(self.config), 0)
+        # A run that lies among such files goes on there.
+        self.write("run/data.json", "{}")
+        self.config["training"]["steps"] += 1
+        self.assert_exit(self.train(self.config), 0)
+
     def test_the_config_of_a_run_may_be_named_and_stays(self):
         self.assert_exit(self.train(self.config), 0)
         before = self.read("run/config.json")

@@ -85,6 +85,17 @@ void check_metrics(const std::string& folder, bool has_been_run) {
       path);
 }
 
+// A run among data or the files of a model would be taken for a part of them, and be removed or copied with them.
+void refuse_other_content(const std::string& folder) {
+  constexpr std::string_view kExtensions[] = {".npy", ".bin", ".idx", ".parquet", ".pixels", ".safetensors"};
+  for (const std::string& name : list_names(folder)) {
+    const std::string extension = fs::path(name).extension().string();
+    if (name != "data.json" && std::ranges::find(kExtensions, extension) == std::end(kExtensions)) continue;
+    throw_bad_input("checkpoint.folder: {} has {}, as a folder of data or of a model; give the run one of its own",
+                    folder, printable(name));
+  }
+}
+
 // Whether `name` turns up in the folder. A network file system may be late.
 bool turns_up(const std::string& folder, const std::string& name, std::chrono::milliseconds patience) {
   const auto deadline = std::chrono::steady_clock::now() + patience;
@@ -127,6 +138,8 @@ void check_run_folder(const std::string& folder, const std::string& config_text)
   const bool has_been_run = has_been_run_in(folder);
   check_config(folder, has_been_run, config_text);
   check_metrics(folder, has_been_run);
+  std::error_code ignored;
+  if (!has_been_run && fs::is_directory(folder, ignored)) refuse_other_content(folder);
 }
 
 void write_run_config(const std::string& folder, const std::string& config_text,

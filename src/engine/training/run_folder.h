@@ -9,8 +9,8 @@
 namespace parka {
 
 // Call it before anything is written. Throws Error(kBadInput) if the folder holds a config.json that no run wrote
-// (unless it is `config_text`, which a run would write), or a metrics.jsonl that no run wrote, or if its path is
-// too long for the files of a save.
+// (unless it is `config_text`, which a run would write), a metrics.jsonl that no run wrote, or data or weights
+// beside no run, or if its path is too long for the files of a save.
 void check_run_folder(const std::string& folder, const std::string& config_text);
 
 // Writes config.json, the resolved config of the run, unless the command line names that file: then it stays
