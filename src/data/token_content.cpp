@@ -7,10 +7,12 @@
 #include <cmath>
 #include <cstring>
 #include <filesystem>
+#include <numeric>
 #include <set>
 #include <span>
 #include <string>
 #include <string_view>
+#include <utility>
 
 #include "core/error.h"
 #include "data/token_file.h"
@@ -77,17 +79,6 @@ bool is_pickle(std::string_view head, int64_t file_bytes) {
   const auto frame = value_at<uint64_t>(head, 3);
   return (head.starts_with("\x80\x04\x95") || head.starts_with("\x80\x05\x95")) && frame > 0 &&
          frame < static_cast<uint64_t>(file_bytes);
-}
-
-// With its mark of byte order, behind which ids would be text of a tokenizer of bytes.
-bool is_utf16(std::string_view head) {
-  constexpr size_t kLeast = 16;  // characters
-  if (!head.starts_with("\xff\xfe") || head.size() < 2 * kLeast) return false;
-  for (size_t i = 1; i < kLeast; ++i) {
-    const auto character = value_at<uint16_t>(head, 2 * i);
-    if (character > 0x7e || (character < 0x20 && std::isspace(character) == 0)) return false;
-  }
-  return true;
 }
 
 // The samples of a shard of MosaicML's, as of litdata's chunks, begin at as many offsets of 32 bits as it has
@@ -175,7 +166,6 @@ Format format_of(const ReadOnlyFile& file, std::string_view head) {
   if (is_bzip2(head)) return {"is compressed with bzip2", kDecompress};
   if (is_zip(head)) return {"is a ZIP archive, as numpy.savez() and torch.save() write", kWriteIds};
   if (head.size() > 262 && head.substr(257).starts_with("ustar")) return {"is a tar archive", "unpack it"};
-  if (is_utf16(head)) return {"is text in UTF-16", "write it in UTF-8, and make token files of that"};
   if (is_elf(head)) return {"is a program", kNoIds};
   if (is_safetensors(head, file_bytes)) return {"is safetensors", kWriteIds};
   if (is_arrow_stream(head, file_bytes)) return {"is an Arrow stream", kPrepare};
@@ -275,64 +265,126 @@ bool are_marks(const std::vector<std::string>& pages, TokenType type) {
   return bytes >= kLeast && has_upper && ids.size() >= 3;
 }
 
-// True if the two bytes of ids of 16 bits are of one distribution, which is not even: then each is an id. For text
-// in a larger vocabulary the lower one has all values alike, and in a smaller one the upper one is 0.
-bool are_bytes(const std::vector<std::string>& pages, TokenType type) {
-  constexpr double kLeast = 1024, kMostValues = 224;
-  std::array<int64_t, 256> lower{}, upper{};  // how often each byte is there
-  double pairs = 0;
+// Calls f(id) for each id but 0, as of padding.
+template <typename T, typename F>
+void for_each_id(const std::vector<std::string>& pages, const F& f) {
   for (const std::string_view page : pages) {
-    for (size_t i = 0; i + 2 <= page.size(); i += 2) {
-      if (page[i] == page[i + 1]) continue;  // as in padding
-      ++pairs;
-      ++lower[byte_at(page, i)];
-      ++upper[byte_at(page, i + 1)];
+    for (size_t i = 0; i + sizeof(T) <= page.size(); i += sizeof(T)) {
+      if (const T id = value_at<T>(page, i); id != 0) f(id);
     }
   }
+}
+
+// How often each byte is the lower or the upper one of ids of 16 bits, but where both are the same, as in padding.
+struct BytesOfIds {
+  std::array<int64_t, 256> lower{}, upper{};
+  int64_t ids = 0;
+
+  explicit BytesOfIds(const std::vector<std::string>& pages) {
+    for_each_id<uint16_t>(pages, [&](uint16_t id) {
+      if (id % 256 == id / 256) return;
+      ++ids;
+      ++lower[id % 256];
+      ++upper[id / 256];
+    });
+  }
+};
+
+// True if the two bytes of ids of 16 bits are of one distribution, which is not even: then each is an id. For text
+// in a larger vocabulary the lower one has all values alike, and in a smaller one the upper one is 0.
+bool are_bytes(const BytesOfIds& bytes) {
+  constexpr double kLeast = 1024, kMostValues = 224;
   double values = 0, chi_square = 0;
-  for (size_t byte = 0; byte < lower.size(); ++byte) {
-    const auto both = static_cast<double>(lower[byte] + upper[byte]);
-    const auto difference = static_cast<double>(lower[byte] - upper[byte]);
+  for (size_t byte = 0; byte < bytes.lower.size(); ++byte) {
+    const auto both = static_cast<double>(bytes.lower[byte] + bytes.upper[byte]);
+    const auto difference = static_cast<double>(bytes.lower[byte] - bytes.upper[byte]);
     if (both == 0) continue;
     ++values;
     chi_square += difference * difference / both;
   }
   // Its mean and deviation where both are of one distribution.
   const double most = values + 4 * std::sqrt(2 * values);
-  return type == TokenType::kUint16 && pairs >= kLeast && values >= 3 && values <= kMostValues &&
-         chi_square <= most;
+  return static_cast<double>(bytes.ids) >= kLeast && values >= 3 && values <= kMostValues && chi_square <= most;
 }
 
-// True if the lower bytes of ids of 16 bits are the upper ones of a vocabulary of up to 1024: nearly all small
-// beside upper bytes of many values. Text in UTF-16 has a few others: its mark of byte order, and characters.
-bool are_swapped(const std::vector<std::string>& pages, TokenType type) {
-  constexpr int64_t kLeast = 256;
-  constexpr size_t kLeastValues = 16;
-  constexpr uint8_t kGreatestUpper = 3;
-  int64_t ids = 0, others = 0;
-  std::set<uint8_t> lower;
-  for (const std::string_view page : pages) {
-    for (size_t i = 0; i + 2 <= page.size(); i += 2) {
-      if (page[i] == 0 && page[i + 1] == 0) continue;  // as in padding
-      ++ids;
-      others += byte_at(page, i) > kGreatestUpper;
-      lower.insert(byte_at(page, i + 1));
-    }
-  }
-  return type == TokenType::kUint16 && ids >= kLeast && 100 * others <= ids && lower.size() >= kLeastValues;
+// True if the lower bytes of ids of 16 bits are the upper ones: the frequent ids of a vocabulary have few upper
+// bytes in common, and lower ones of all values.
+bool are_swapped(const BytesOfIds& bytes) {
+  constexpr int64_t kLeast = 256, kLeastValues = 16;
+  const auto pairs_alike = [](const auto& counts) {
+    return std::accumulate(counts.begin(), counts.end(), int64_t{0},
+                           [](int64_t sum, int64_t count) { return sum + count * count; });
+  };
+  const auto is_there = [](int64_t count) { return count > 0; };
+  const auto values = std::ranges::count_if(bytes.upper, is_there);
+  // All values up to the greatest that is no exception, and not those of a few multiples of 256.
+  const auto is_frequent = [&](int64_t count) { return 100 * count > bytes.ids; };
+  const auto end = std::find_if(bytes.lower.rbegin(), bytes.lower.rend(), is_frequent).base();
+  const bool are_all = 2 * std::count_if(bytes.lower.begin(), end, is_there) > end - bytes.lower.begin();
+  return bytes.ids >= kLeast && values >= kLeastValues && are_all &&
+         pairs_alike(bytes.lower) > 2 * pairs_alike(bytes.upper);
+}
+
+// True if ids are code units of UTF-16: characters of one script, and spaces or commas among them.
+bool are_characters(const std::vector<std::string>& pages, int64_t least, bool needs_spaces) {
+  constexpr std::pair<int, int> kOfAllScripts[] = {{0x9, 0xd},       {0x20, 0x7e},     {0xa0, 0x24f},
+                                                   {0x2000, 0x206f}, {0x3000, 0x30ff}, {0x4e00, 0x9fff},
+                                                   {0xac00, 0xd7a3}, {0xfe00, 0xffef}};
+  int64_t ids = 0, characters = 0, between = 0;
+  std::array<int64_t, 256> others{};  // by their upper byte, which the characters of a script have in common
+  for_each_id<uint16_t>(pages, [&](uint16_t id) {
+    const bool is_known = std::ranges::any_of(
+        kOfAllScripts, [&](const auto& range) { return id >= range.first && id <= range.second; });
+    ++ids;
+    ++(is_known ? characters : others[id / 256]);
+    between += id == ' ' || id == '\n' || id == 0x3001 || id == 0x3002 || id == 0xff0c;
+  });
+  characters += *std::max_element(others.begin() + 1, others.end());
+  return ids >= least && 50 * characters >= 49 * ids && (!needs_spaces || 50 * between >= ids);
+}
+
+// Ids of a tokenizer are characters only in a small vocabulary, as of bytes, so a mark of byte order is wanted
+// there.
+bool is_utf16(std::string_view head, const std::vector<std::string>& pages, int64_t vocab_size) {
+  constexpr int64_t kLeast = 256, kLeastWithMark = 16, kLargeVocabulary = 1 << 14;
+  if (head.starts_with("\xff\xfe"))
+    return are_characters({std::string(head.substr(0, 2 * kLeastWithMark))}, kLeastWithMark, false);
+  return vocab_size > kLargeVocabulary && vocab_size < kAnyVocabulary && are_characters(pages, kLeast, true);
+}
+
+// True if ids are labels: -100 is what transformers and PyTorch pass over, and no token is so frequent.
+template <typename T>
+bool are_labels(const std::vector<std::string>& pages) {
+  constexpr int64_t kLeast = 16;
+  int64_t ids = 0, ignored = 0;
+  for_each_id<T>(pages, [&](T id) {
+    ++ids;
+    ignored += id == static_cast<T>(-100);
+  });
+  return ignored >= kLeast && 20 * ignored >= ids;
 }
 
 // By the statistics of its numbers.
-Format format_of_numbers(const ReadOnlyFile& file, TokenType type, const std::vector<std::string>& pages,
-                         char first) {
-  const bool is_ones = pages.empty() && first == 1;  // ids of 257, or of 16843009, again and again
+Format format_of_numbers(const ReadOnlyFile& file, TokenType type, int64_t vocab_size,
+                         const std::vector<std::string>& pages, std::string_view head) {
+  const bool is_ones = pages.empty() && head.front() == 1;  // ids of 257, or of 16843009, again and again
   const bool is_named = std::filesystem::path(file.path()).filename().string().find("mask") != std::string::npos;
   if (are_marks(pages, type) || (is_ones && is_named)) {
     return {"has no byte above 3, as a mask", "list token files, and put a mask beside each (docs/data.md)"};
   }
+  const bool is_16 = type == TokenType::kUint16;
+  if (is_utf16(head, pages, is_16 ? vocab_size : 0)) {
+    return {"is text in UTF-16, or each of its ids is a character",
+            "write it in UTF-8, and make token files of that"};
+  }
+  if (is_16 ? are_labels<uint16_t>(pages) : are_labels<uint32_t>(pages)) {
+    return {"has -100 for what is not to be learnt, as labels",
+            "list the ids, and put a mask beside (docs/data.md)"};
+  }
   if (are_floats(pages)) return {"has ids as floating-point numbers", kWriteIntegers};
-  if (are_bytes(pages, type)) return {"has ids of 8 bits", kWriteIntegers};
-  if (are_swapped(pages, type)) {
+  const BytesOfIds bytes(pages);
+  if (is_16 && are_bytes(bytes)) return {"has ids of 8 bits", kWriteIntegers};
+  if (is_16 && are_swapped(bytes)) {
     return {"has ids with the upper byte first, or text in UTF-16",
             "write ids as numpy's astype('<u2') and tofile() do"};
   }
@@ -398,7 +450,7 @@ std::vector<FilePage> sample_pages(int64_t file_bytes) {
   return pages;
 }
 
-void check_raw_content(const ReadOnlyFile& file, TokenType type) {
+void check_raw_content(const ReadOnlyFile& file, TokenType type, int64_t vocab_size) {
   std::vector<std::string> pages;
   for (const FilePage& page : sample_pages(file.size())) {
     std::string& bytes = pages.emplace_back(static_cast<size_t>(page.bytes), '\0');
@@ -414,7 +466,7 @@ void check_raw_content(const ReadOnlyFile& file, TokenType type) {
   if (format.what.empty() && !pages.empty() && std::ranges::all_of(pages, is_text_page)) {
     format = format_of_text(head);
   }
-  if (format.what.empty() && !head.empty()) format = format_of_numbers(file, type, pages, head.front());
+  if (format.what.empty() && !head.empty()) format = format_of_numbers(file, type, vocab_size, pages, head);
   if (!format.what.empty()) throw_bad_input("{}: {}; {}", file.path(), format.what, format.remedy);
   check_width(file, type, pages);
 }

@@ -15,8 +15,9 @@ struct FilePage {
 };
 std::vector<FilePage> sample_pages(int64_t file_bytes);
 
-// Throws Error(kBadInput), saying what the file is and what to do, if it cannot be one of raw ids of `type`: it
-// begins as another format does, is text, or its ids are of another width. Looks at sample_pages() alone.
-void check_raw_content(const ReadOnlyFile& file, TokenType type);
+// Throws Error(kBadInput), saying what the file is and what to do, if it cannot be one of raw ids of `type` in such
+// a vocabulary: it begins as another format does, is text, or its numbers are no ids or of another width or byte
+// order. Looks at sample_pages() alone.
+void check_raw_content(const ReadOnlyFile& file, TokenType type, int64_t vocab_size);
 
 }  // namespace parka

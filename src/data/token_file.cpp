@@ -5,6 +5,7 @@
 #include <bit>
 #include <filesystem>
 #include <iterator>
+#include <map>
 
 #include "core/error.h"
 #include "data/token_content.h"
@@ -103,18 +104,41 @@ TokenFile::TokenFile(const std::string& path, TokenType raw_type, int64_t vocab_
 
 void TokenFile::open_raw(int64_t vocab_size) {
   const int64_t token_size = size_of(type_);
-  check_raw_content(tokens_, type_);
+  check_raw_content(tokens_, type_, vocab_size);
   if (tokens_.size() % token_size != 0) {
     throw_bad_input(
         "{}: {} bytes are not a whole number of {}-byte tokens; check data.token_dtype, or copy it again", path(),
         tokens_.size(), token_size);
   }
   num_tokens_ = tokens_.size() / token_size;
-  std::vector<int32_t> ids;
-  for (const FilePage& page : sample_pages(tokens_.size())) {
-    ids.resize(static_cast<size_t>(page.bytes / token_size));
-    read(page.offset / token_size, page.bytes / token_size, vocab_size, ids.data());
+  sample_ids(vocab_size);
+}
+
+std::vector<std::vector<int32_t>> TokenFile::sample_ids(int64_t vocab_size) const {
+  const int64_t token_size = size_of(type_);
+  std::vector<std::vector<int32_t>> pages;
+  for (const FilePage& page : sample_pages(num_tokens_ * token_size)) {
+    std::vector<int32_t>& ids = pages.emplace_back(static_cast<size_t>(page.bytes / token_size));
+    read(page.offset / token_size, std::ssize(ids), vocab_size, ids.data());
   }
+  return pages;
+}
+
+TokenFile::Repeated TokenFile::most_repeated() const {
+  constexpr int64_t kLeast = 16;  // which no text has
+  std::map<int32_t, int64_t> repeated;
+  int64_t all = 0;
+  for (const std::vector<int32_t>& ids : sample_ids(kAnyVocabulary)) {
+    all += std::ssize(ids);
+    for (auto begin = ids.begin(); begin != ids.end();) {
+      const auto end = std::find_if(begin, ids.end(), [&](int32_t id) { return id != *begin; });
+      if (end - begin >= kLeast) repeated[*begin] += end - begin;
+      begin = end;
+    }
+  }
+  const auto most = std::ranges::max_element(repeated, {}, [](const auto& run) { return run.second; });
+  if (most == repeated.end()) return {};
+  return {most->first, static_cast<double>(most->second) / static_cast<double>(all)};
 }
 
 void TokenFile::open_llm_c() {

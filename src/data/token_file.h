@@ -62,6 +62,14 @@ class TokenFile {
   // index that contradicts itself.
   std::vector<int64_t> read_document_starts() const;
 
+  // The id that the largest share of tokens on a few pages have in long runs, as padding and what was never written
+  // are.
+  struct Repeated {
+    int32_t id = 0;
+    double share = 0;
+  };
+  Repeated most_repeated() const;
+
   // All files that decide what is read: tokens, index, mask.
   std::vector<const ReadOnlyFile*> files() const;
 
@@ -74,6 +82,8 @@ class TokenFile {
   void open_megatron();
   void open_llm_c();
   void open_raw(int64_t vocab_size);
+  // Those of sample_pages(), which must be below vocab_size.
+  std::vector<std::vector<int32_t>> sample_ids(int64_t vocab_size) const;
   // Calls f(length) for each sequence in the index.
   template <typename F>
   void for_each_sequence(const F& f) const;

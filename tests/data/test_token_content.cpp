@@ -257,3 +257,68 @@ TEST_CASE("ids beyond the vocabulary are refused when a file is opened", "[data]
   CHECK(refusal(stored_as<uint16_t>(late), TokenType::kUint16, 50'257).find("token 49999 is id 60000") !=
         std::string::npos);
 }
+
+TEST_CASE("text in UTF-16 is refused by its characters, and ids are not", "[data][token_content]") {
+  const auto text_of = [](const std::vector<int>& letters, int comma) {
+    std::mt19937 random(3);
+    std::vector<int64_t> text;
+    for (int i = 0; i < 6000; ++i) {
+      const bool is_between = random() % 7 == 0;
+      text.push_back(is_between ? comma
+                                : letters[0] + static_cast<int>(random() % static_cast<unsigned>(letters[1])));
+    }
+    return text;
+  };
+  const std::vector<int64_t> english = text_of({'a', 26}, ' '), russian = text_of({0x430, 32}, ' '),
+                             hindi = text_of({0x905, 70}, ' '), chinese = text_of({0x4e00, 20000}, 0xff0c),
+                             korean = text_of({0xac00, 11000}, ' ');
+  for (const auto& text : {english, russian, hindi, chinese, korean}) {
+    CHECK_FALSE(refusal(stored_as<uint16_t>(text), TokenType::kUint16, 50304).empty());
+    CHECK_FALSE(refusal("\xff\xfe" + stored_as<uint16_t>(text)).empty());
+  }
+  CHECK(refusal(stored_as<uint16_t>(english), TokenType::kUint16, 272).empty());  // of bytes
+  CHECK(refusal(stored_as<uint16_t>(english)).empty());
+  for (const int64_t vocab_size : {20000, 32000, 50257, 65536}) {
+    CHECK(refusal(stored_as<uint16_t>(ids_of(vocab_size, 6000)), TokenType::kUint16, vocab_size).empty());
+  }
+}
+
+TEST_CASE("labels with -100 are refused, and ids that reach so far are not", "[data][token_content]") {
+  for (const size_t every : {1, 2, 9, 19}) {
+    std::vector<int64_t> labels = ids_of(50000, 5000);
+    for (size_t i = 0; i < labels.size(); i += every) labels[i] = -100;
+    CHECK_FALSE(refusal(stored_as<int16_t>(labels), TokenType::kUint16, 65536).empty());
+    CHECK_FALSE(refusal(stored_as<int32_t>(labels), TokenType::kUint32).empty());
+  }
+  std::vector<int64_t> ids = ids_of(65536, 5000);
+  for (size_t i = 0; i < ids.size(); i += 40) ids[i] = 65436;  // as the end of short documents
+  CHECK(refusal(stored_as<uint16_t>(ids), TokenType::kUint16, 65536).empty());
+}
+
+TEST_CASE("ids with the upper byte first are refused, whatever the vocabulary", "[data][token_content]") {
+  for (const int64_t vocab_size : {272, 4096, 32000, 50257, 60000, 65536}) {
+    std::vector<int64_t> ids = ids_of(vocab_size, 6000), swapped = ids;
+    for (int64_t& id : swapped) id = id % 256 * 256 + id / 256;
+    CHECK(refusal(stored_as<uint16_t>(ids), TokenType::kUint16, 65536).empty());
+    CHECK_FALSE(refusal(stored_as<uint16_t>(swapped), TokenType::kUint16, 65536).empty());
+  }
+}
+
+TEST_CASE("the id that fills a part of a file is found", "[data][token_content]") {
+  const TemporaryFolder folder;
+  const auto repeated_in = [&](const std::vector<int64_t>& ids) {
+    write_file(folder / "t.npy", stored_as<uint16_t>(ids));
+    return TokenFile(folder / "t.npy", TokenType::kUint16).most_repeated();
+  };
+  for (const size_t whole : {4000, 30000}) {
+    for (const int32_t id : {0, 7, 258}) {
+      std::vector<int64_t> ids = ids_of(300, whole);
+      CHECK(repeated_in(ids).share == 0);
+      std::fill(ids.begin() + static_cast<std::ptrdiff_t>(whole / 2), ids.end(), id);
+      const TokenFile::Repeated found = repeated_in(ids);
+      CHECK(found.id == id);
+      CHECK(found.share > 0.45);
+      CHECK(found.share < 0.55);
+    }
+  }
+}

@@ -281,6 +281,7 @@ int run_data(const DataOptions& options) {
     for (const std::string& path : expand_source(source)) {
       TokenFile file(path, listed.type, listed.vocab_size);
       warn_of_gaps(file.files(), {});
+      warn_of_repeats({&file});
       const DataStatistics s = data_statistics(std::move(file), descriptions, listed.document_ids,
                                                listed.vocab_size, listed.image_token);
       ++files;

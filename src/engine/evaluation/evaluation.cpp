@@ -174,8 +174,25 @@ void warn_of_tokenizers(const Config& config, const EvaluationSuite& suite) {
   warn_of_tokenizers(sources, suite.tasks);
 }
 
+void warn_of_repeats(const std::vector<const TokenFile*>& files, const ImageRules& images) {
+  constexpr double kMost = 0.2;
+  for (const TokenFile* file : files) {
+    const TokenFile::Repeated most = file->most_repeated();
+    const bool is_meant = file->has_mask() || (images.any() && most.id == images.token);
+    if (most.share < kMost || is_meant || file->files().front()->first_gap() >= 0) continue;
+    log_warning(
+        "{}: {:.0f} % of its tokens, by a few of its pages, are id {} again and again, which the model learns; copy it "
+        "again if it was not written whole, or mask it if it is padding",
+        file->path(), 100 * most.share, most.id);
+    return;
+  }
+}
+
 void warn_of_gaps(std::vector<const ReadOnlyFile*> files, const EvaluationSuite& suite) {
-  const auto add = [&](const TokenFiles& more) { std::ranges::copy(more.files(), std::back_inserter(files)); };
+  const auto add = [&](const TokenFiles& more) {
+    std::ranges::copy(more.files(), std::back_inserter(files));
+    warn_of_repeats(more.token_files(), more.rules().images);
+  };
   if (suite.held_out) add(*suite.held_out);
   for (const EvaluationSuite::Set& set : suite.sets) add(set.files);
   const auto has_gap = [](const ReadOnlyFile* file) { return file->first_gap() >= 0; };

@@ -63,8 +63,11 @@ void warn_of_tokenizers(const std::vector<std::string>& sources, const std::vect
 // Takes the sources and tasks of `suite`, and data.train.
 void warn_of_tokenizers(const Config& config, const EvaluationSuite& suite);
 
+// Warns of the first file of which a large part is one id again and again, and that no mask or image explains.
+void warn_of_repeats(const std::vector<const TokenFile*>& files, const ImageRules& images = {});
+
 // Warns of files with parts that were never written, as those of a copy that is not done, which are read as id 0:
-// of `files` and the token files of `suite`.
+// of `files` and the token files of `suite`. Calls warn_of_repeats() for the latter.
 void warn_of_gaps(std::vector<const ReadOnlyFile*> files, const EvaluationSuite& suite);
 
 // A line for each file that distinguishes suites whose files have the same names. All ranks must have the same

@@ -203,8 +203,11 @@ class TrainingLoop {
         fmt::format("{:016x} {}", run_.data().fingerprint(), fmt::join(run_.data().source_sequences(), " ")),
         "give all ranks the same files");
     suite_ = open_suite(config_);
-    if (is_first_) warn_of_tokenizers(config_, suite_);
-    if (is_first_) warn_of_gaps(run_.data().files(), suite_);
+    if (is_first_) {
+      warn_of_tokenizers(config_, suite_);
+      warn_of_gaps(run_.data().files(), suite_);
+      warn_of_repeats(run_.data().token_files(), run_.data().rules().images);
+    }
     launch_.require_same("what is evaluated on", describe_suite(suite_), "give all ranks the same files");
   }
 
