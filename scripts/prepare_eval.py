@@ -36,7 +36,7 @@ from typing import Callable, Iterator
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 from python_packages import advice, require  # noqa: E402
 
-require("numpy")
+require("numpy", "xxhash")
 from image_data.conversations import PLACEHOLDER, key_not_read, lies_elsewhere  # noqa: E402
 from script_exit import run_script  # noqa: E402
 from text_data.common import InputError, Parser, file_behind, one_line, print_made, refuse_to_replace, write_lines  # noqa: E402
@@ -385,6 +385,7 @@ def run(arguments: list[str]) -> None:
         "metric": metric,
         "tokenizer": tokenizer.name,
         "tokenizer_sha256": tokenizer.sha256,
+        "tokens_xxh3_128": tokenizer.tokens_checksum,
         "documents": len(requests),
     }
     made = f"{len(requests):,} documents of {options.task}"

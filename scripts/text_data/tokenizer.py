@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import json
 import os
 from pathlib import Path
 from typing import Iterator
@@ -26,7 +27,7 @@ class ByteTokenizer:
     """Ids 0-255 are the bytes themselves, 256 ends a document."""
 
     name = "bytes"
-    sha256 = None
+    sha256 = tokens_checksum = None
     vocab_size = 257
     bos: list[int] = []
     eos = 256
@@ -84,6 +85,20 @@ class JsonTokenizer:
             self.bos = self._find_bos(bos_name, config.get("add_bos_token"))
         self.eos = self._find_eos(eos_name, needs_eos)
         self._given = {"bos_token": bos_name, "eos_token": eos_name}
+
+    @property
+    def tokens_checksum(self) -> str:
+        """Of all tokens with their ids, by which Parka tells whether they are those of a model."""
+        import xxhash
+
+        content = json.loads(self.path.read_bytes())
+        vocabulary = content["model"].get("vocab", {})
+        if isinstance(vocabulary, dict):
+            tokens = {id: token for token, id in vocabulary.items()}
+        else:  # a list of tokens with their scores
+            tokens = {id: token for id, (token, _) in enumerate(vocabulary)}
+        tokens.update((token["id"], token["content"]) for token in content.get("added_tokens", []))
+        return xxhash.xxh3_128_hexdigest("".join(f"{id} {token}\n" for id, token in sorted(tokens.items())).encode())
 
     def _find_bos(self, name: str | None, add_bos_token: object) -> list[int]:
         if name == "none":

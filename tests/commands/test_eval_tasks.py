@@ -3,9 +3,11 @@ down once more over a forward pass in numpy."""
 import json
 import math
 import os
+import pathlib
 import shutil
 import subprocess
 import sys
+import types
 import unittest
 
 try:
@@ -186,6 +188,58 @@ class Tasks(RunFolder):
         # What is not there any more, or does not say, is no reason.
         os.remove(self.path("train/data.json"))
         self.assertNotIn("another tokenizer", parka("eval", self.path("run"), "--data", strange).stderr)
+
+    def tokenizer(self, name, vocabulary, added=(), **others):
+        os.makedirs(self.path(f"{name}/tokenizer"))
+        tokens = [{"id": id, "content": token} for id, token in added]
+        with open(self.path(f"{name}/tokenizer/tokenizer.json"), "w", encoding="utf-8") as file:
+            json.dump({"model": {"type": "BPE", "vocab": vocabulary}, "added_tokens": tokens, **others}, file)
+        return self.path(f"{name}/tokenizer")
+
+    def test_ids_of_another_tokenizer_than_the_models_are_refused(self):
+        """It travels with the run, and the data of that are elsewhere by then."""
+        sys.path.insert(0, os.path.dirname(PREPARE))
+        from text_data.tokenizer import JsonTokenizer
+        pairs = {"a": 0, "\u00e9\n": 1, "c": 2}
+        own = self.tokenizer("own", pairs, [(3, "<end>")])
+        same = [own, self.tokenizer("around", pairs, [(3, "<end>")], post_processor={"type": "TemplateProcessing"})]
+        others = [self.tokenizer("swapped", {"a": 1, "\u00e9\n": 0, "c": 2}, [(3, "<end>")]), self.tokenizer("added", pairs, [(3, "<stop>")]),
+                  self.tokenizer("scores", [["c", -1.25], ["a", -2.5]])]
+        self.config["data"]["tokenizer"] = own
+        self.assert_exit(self.train(self.config), 0)
+        requests = self.prepare("copa")
+        with open(requests, encoding="utf-8") as file:
+            header, *lines = file.read().splitlines()
+
+        def files_of(tokenizer):
+            """A request file and token files made with it."""
+            made = dict(tokenizer="bytes") if tokenizer is None else dict(tokenizer="tokenizer.json", tokenizer_sha256=str(len(tokenizer)))
+            folder = os.path.dirname(tokenizer) if tokenizer else self.path("bytes")
+            os.makedirs(folder, exist_ok=True)
+            shutil.copy(self.path("held_out.npy"), f"{folder}/e.npy")
+            with open(f"{folder}/data.json", "w", encoding="utf-8") as file:
+                json.dump({"dtype": "uint16", **made, "train": {"files": []}, "eval": {"files": ["e.npy"]}}, file)
+            if tokenizer:
+                path = pathlib.Path(tokenizer) / "tokenizer.json"
+                made["tokens_xxh3_128"] = JsonTokenizer.tokens_checksum.fget(types.SimpleNamespace(path=path))
+            with open(f"{folder}/t.jsonl", "w", encoding="utf-8") as file:
+                file.write("\n".join([json.dumps({**json.loads(header), "tokens_xxh3_128": None, **made}), *lines, ""]))
+            return f"{folder}/e.npy", f"{folder}/t.jsonl"
+
+        for tokenizer in (*same, *others, None):
+            tokens, task = files_of(tokenizer)
+            for option, file, key in (("--data", tokens, "data.eval"), ("--sets", tokens, "evaluation.sets"), ("--tasks", task, "evaluation.tasks")):
+                given = f"x={file}" if option == "--sets" else file
+                results = [parka("eval", self.path("run"), option, given)]
+                self.config["training"]["steps"] += 1
+                results.append(self.train(self.config, "--set", f'{key}=["{given}"]'))
+                for result in results:
+                    with self.subTest(tokenizer=tokenizer, option=option):
+                        if tokenizer in same:
+                            self.assert_exit(result, 0)
+                        else:
+                            self.assert_exit(result, 2)
+                            self.assertIn(f"error: {file}", result.stderr)
 
     def test_predictions_do_not_replace_what_is_read(self):
         requests = self.prepare("copa")

@@ -16,6 +16,7 @@
 #include "engine/evaluation/inference_run.h"
 #include "engine/evaluation/task_evaluation.h"
 #include "engine/files/file_io.h"
+#include "engine/text/tokenizer_files.h"
 
 namespace parka {
 namespace {
@@ -81,13 +82,9 @@ std::string prediction_lines(const EvalTask& task, const TaskResult& result) {
 // Files that it reads, or that are its run's, and that --predictions must not replace.
 std::vector<std::string> input_files(const LoadedCheckpoint& checkpoint, const Config& config) {
   std::vector<std::string> files = config.evaluation.tasks;
-  const auto add = [&](const std::vector<std::string>& sources) {
-    for (const std::string& source : sources) {
-      for (const std::string& path : expand_source(source)) files.push_back(path);
-    }
-  };
-  add(config.data.eval);
-  for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) add(set.files);
+  for (const std::string& source : held_out_sources(config)) {
+    for (const std::string& path : expand_source(source)) files.push_back(path);
+  }
   const std::filesystem::path run = std::filesystem::path(checkpoint.path()).parent_path();
   for (const char* name : {"metrics.jsonl", "config.json"}) files.push_back((run / name).string());
   return files;
@@ -183,6 +180,7 @@ int run_eval(const EvalOptions& options) {
     throw_bad_input("--max-documents needs tasks, and there are none; give some with --tasks");
   }
   check_output(options.predictions, input_files(checkpoint, config));
+  check_tokenizers(config, suite, find_tokenizer(checkpoint.path(), checkpoint.state()).value_or(""));
   warn_of_tokenizers(config, suite);
   warn_of_gaps({}, suite);
   log_info("numerics: {}", numerics_of(config));

@@ -37,6 +37,14 @@ std::vector<NamedFiles> parse_sets(const std::vector<std::string>& entries, cons
   return sets;
 }
 
+std::vector<std::string> held_out_sources(const Config& config) {
+  std::vector<std::string> sources = config.data.eval;
+  for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) {
+    sources.insert(sources.end(), set.files.begin(), set.files.end());
+  }
+  return sources;
+}
+
 ExampleRules example_rules(const Config& config) {
   const DataConfig& data = config.data;
   ExampleRules rules{.loss_mask = data.loss_mask,
@@ -88,15 +96,6 @@ void check_mask(const TokenFile& file) {
       "{}.mask: marks the tokens to be learnt, and data.loss_mask=false learns all; set "
       "data.loss_mask=true, or move the mask away",
       file.path());
-}
-
-// All files of data.eval and evaluation.sets.
-std::vector<std::string> held_out_sources(const Config& config) {
-  std::vector<std::string> sources = config.data.eval;
-  for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) {
-    sources.insert(sources.end(), set.files.begin(), set.files.end());
-  }
-  return sources;
 }
 
 // A pattern that takes what scripts/prepare_data.py has held out in the same folder.

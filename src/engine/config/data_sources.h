@@ -17,6 +17,9 @@ struct NamedFiles {
 // Error(kBadInput), naming `key`, for an entry that does not have this form.
 std::vector<NamedFiles> parse_sets(const std::vector<std::string>& entries, const char* key);
 
+// All entries of data.eval and evaluation.sets.
+std::vector<std::string> held_out_sources(const Config& config);
+
 ExampleRules example_rules(const Config& config);
 
 // Throws Error(kBadInput) if a data.json of scripts/prepare_data.py beside one of the files says that its ids are

@@ -192,6 +192,7 @@ int64_t read_header(const LineReader& reader, const ImageRules& rules, EvalTask&
   task.name = reader.text(reader.line(), "task");
   task.metric = read_metric(reader);
   task.tokenizer = described_tokenizer(reader.line());
+  task.tokens = described_text(reader.line(), "tokens_xxh3_128");
   if (version == kVersionWithImages) open_images(reader, rules, task);
   return reader.line().contains("documents") ? reader.integer(reader.line(), "documents", 0, kMaxDimension) : 0;
 }

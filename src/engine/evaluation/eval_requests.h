@@ -48,6 +48,7 @@ struct EvalTask {
   ImageRules images = {};                        // of a task with images
   std::shared_ptr<const PixelFile> pixels = {};  // likewise: the file <path>.pixels
   std::string tokenizer = {};                    // see described_tokenizer()
+  std::string tokens = {};                       // see checksum_of_tokens(); empty in older files
 };
 
 // Reads a request file for a model of this vocabulary and context. Throws Error(kBadInput), which names file and

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <cstdlib>
+#include <filesystem>
 #include <iterator>
 #include <set>
 #include <string>
@@ -16,6 +17,7 @@
 #include "engine/config/data_description.h"
 #include "engine/config/data_sources.h"
 #include "engine/files/file_io.h"
+#include "engine/text/tokenizer_files.h"
 #include "kernels/ops/elementwise/cross_entropy.h"
 
 namespace parka {
@@ -166,12 +168,29 @@ void warn_of_tokenizers(const std::vector<std::string>& sources, const std::vect
 
 void warn_of_tokenizers(const Config& config, const EvaluationSuite& suite) {
   std::vector<std::string> sources = config.data.train;
-  const auto add = [&](const std::vector<std::string>& more) {
-    sources.insert(sources.end(), more.begin(), more.end());
-  };
-  add(config.data.eval);
-  for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) add(set.files);
+  std::ranges::copy(held_out_sources(config), std::back_inserter(sources));
   warn_of_tokenizers(sources, suite.tasks);
+}
+
+void check_tokenizers(const Config& config, const EvaluationSuite& suite, const std::string& own) {
+  if (own.empty()) return;
+  const auto refuse = [&](const std::string& path) {
+    throw_bad_input(
+        "{}: was made with another tokenizer than that of the model, {}, to which its ids mean other texts; prepare it "
+        "with --tokenizer {}",
+        path, own, own);
+  };
+  for_each_description(held_out_sources(config), [&](const std::string& file, const nlohmann::json& description) {
+    const std::string beside = (std::filesystem::path(file).parent_path() / kTokenizerFolder).string();
+    if (described_tokenizer(description) == "bytes" || have_different_tokenizers(own, beside)) refuse(file);
+  });
+  for (const EvalTask& task : suite.tasks) {
+    const bool is_other = !task.tokens.empty() && task.tokens != checksum_of_tokens(own);
+    if (task.tokenizer == "bytes" || is_other) refuse(task.path);
+    if (task.tokenizer.empty() || !task.tokens.empty()) continue;
+    log_warning("{}: does not tell whether it was made with the tokenizer of the model, {}; make it again to see",
+                task.path, own);
+  }
 }
 
 void warn_of_repeats(const std::vector<const TokenFile*>& files, const ImageRules& images) {

@@ -62,6 +62,9 @@ EvaluationSuite open_suite(const Config& config);
 void warn_of_tokenizers(const std::vector<std::string>& sources, const std::vector<EvalTask>& tasks);
 // Takes the sources and tasks of `suite`, and data.train.
 void warn_of_tokenizers(const Config& config, const EvaluationSuite& suite);
+// Throws Error(kBadInput) for such a file or task whose tokenizer is known not to be that of the model, in the
+// folder `own`; empty: none is known.
+void check_tokenizers(const Config& config, const EvaluationSuite& suite, const std::string& own);
 
 // Warns of the first file of which a large part is one id again and again, and that no mask or image explains.
 void warn_of_repeats(const std::vector<const TokenFile*>& files, const ImageRules& images = {});

@@ -186,6 +186,38 @@ std::map<int32_t, std::string> special_tokens(const std::string& folder) {
   return tokens;
 }
 
+std::map<int64_t, std::string> tokens_of(const std::string& folder) {
+  const json file = read_without((fs::path(folder) / kTokenizerName).string(), {"merges", "post_processor"});
+  std::map<int64_t, std::string> tokens;
+  const auto add = [&](const json& id, const json& token) {
+    if (id.is_number_integer() && token.is_string()) tokens[id.get<int64_t>()] = token.get<std::string>();
+  };
+  const json::json_pointer vocabulary("/model/vocab");
+  if (file.contains(vocabulary)) {
+    int64_t next = 0;  // of a list of tokens with their scores
+    for (const auto& [token, id] : file.at(vocabulary).items()) {
+      id.is_array() && !id.empty() ? add(next++, id.front()) : add(id, token);
+    }
+  }
+  for (const json& token : file.is_object() ? file.value("added_tokens", json::array()) : json::array()) {
+    if (token.is_object()) add(token.value("id", json()), token.value("content", json()));
+  }
+  return tokens;
+}
+
+std::string checksum_of_tokens(const std::string& folder) {
+  Checksum checksum;
+  for (const auto& [id, token] : tokens_of(folder)) checksum.update(as_bytes(fmt::format("{} {}\n", id, token)));
+  return checksum.hex();
+}
+
+std::string tokenizer_of_run(const Config& config) {
+  if (const std::string kept = kept_tokenizer(config); has_tokenizer(kept)) return kept;
+  if (std::string named = named_tokenizer(config); !named.empty()) return named;
+  const std::optional<std::string> model = tokenizer_of_model(config);
+  return model ? *model : tokenizer_of_data(config).value_or("");
+}
+
 void check_tokenizer(const Config& config) {
   const std::string named = named_tokenizer(config);
   const std::string run =

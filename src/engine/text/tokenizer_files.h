@@ -23,6 +23,9 @@ std::optional<std::string> find_tokenizer(const std::string& path, const nlohman
 // Error(kBadInput), whose message begins with `where`, if there is none.
 std::string open_tokenizer(const std::string& path, const std::string& where);
 
+// The tokenizer that a run has, or will have when it begins; empty if it has none.
+std::string tokenizer_of_run(const Config& config);
+
 // Copies the tokenizer of a run into the run folder, unless there is one already: that of data.tokenizer, or else
 // of checkpoint.init_from, or else what scripts/prepare_data.py has left beside the first file of data.train. Where
 // that is the same tokenizer as the one of checkpoint.init_from, its chat template, its ends of texts and what it
@@ -37,6 +40,11 @@ void keep_tokenizer(const Config& config);
 void check_tokenizer(const Config& config);
 // Likewise, but a tokenizer or a model that is not there says nothing.
 void check_present_tokenizer(const Config& config);
+
+// All tokens of a tokenizer, by their ids; and the XXH3-128 of a line "ID TOKEN" for each, which the header of a
+// request file has, too.
+std::map<int64_t, std::string> tokens_of(const std::string& folder);
+std::string checksum_of_tokens(const std::string& folder);
 
 // The special tokens of a tokenizer, which are no text, by their ids.
 std::map<int32_t, std::string> special_tokens(const std::string& folder);

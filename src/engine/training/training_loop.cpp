@@ -204,6 +204,7 @@ class TrainingLoop {
         "give all ranks the same files");
     suite_ = open_suite(config_);
     if (is_first_) {
+      check_tokenizers(config_, suite_, tokenizer_of_run(config_));
       warn_of_tokenizers(config_, suite_);
       warn_of_gaps(run_.data().files(), suite_);
       warn_of_repeats(run_.data().token_files(), run_.data().rules().images);
