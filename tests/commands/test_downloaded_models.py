@@ -3,6 +3,7 @@ sizes that are written as floats, folders that lie one level off, values that no
 import json
 import os
 import shutil
+import struct
 import unittest
 
 from parka_runs import RunFolder, parka, tree_digest
@@ -240,6 +241,36 @@ class Values(Downloaded):
                 self.model = self.use("huggingface/llama_mha")
                 self.change(name, lambda data, bits=bits: data[:8] + bits + data[12:])
                 with self.subTest(name, bits=bits):
+                    self.refuse("model.safetensors", name, arguments=[self.model])
+
+    def write_as(self, stored, said):
+        """All tensors in the numbers of one dtype, with a header that says another."""
+        tensors = {}
+        for name, (_, shape, data) in read_tensors(self.file).items():
+            if stored == "BF16":
+                data = b"".join(data[i + 2:i + 4] for i in range(0, len(data), 4))
+            elif stored == "F16":
+                count = len(data) // 4
+                data = struct.pack(f"<{count}e", *struct.unpack(f"<{count}f", data))
+            tensors[name] = said, shape, data
+        write_tensors(self.file, tensors)
+
+    def test_numbers_of_another_dtype_than_the_header_says(self):
+        for stored, said in (("BF16", "F16"), ("F16", "BF16"), ("BF16", "BF16"), ("F16", "F16")):
+            self.model = self.use("huggingface/llama_mha")
+            self.write_as(stored, said)
+            with self.subTest(stored=stored, said=said):
+                if stored == said:
+                    assert_ended_well(self, self.import_model(self.model))
+                else:
+                    self.refuse("model.safetensors", ".weight", "dtype", arguments=[self.model])
+
+    def test_values_that_are_too_large(self):
+        for name in (self.QUERY, self.DOWN, EMBEDDING, "lm_head.weight", "model.norm.weight"):
+            for value in (3e7, -1e30, 3e38):
+                self.model = self.use("huggingface/llama_mha")
+                self.change(name, lambda data, value=value: data[:-8] + struct.pack("<f", value) + data[-4:])
+                with self.subTest(name, value=value):
                     self.refuse("model.safetensors", name, arguments=[self.model])
 
     def test_a_tensor_of_zeros(self):

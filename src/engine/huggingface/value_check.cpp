@@ -1,6 +1,11 @@
 #include "engine/huggingface/value_check.h"
 
 #include <algorithm>
+#include <array>
+#include <cmath>
+#include <span>
+
+#include <fmt/format.h>
 
 #include "core/error.h"
 #include "engine/files/json_text.h"
@@ -49,11 +54,49 @@ void ValueCheck::add(DType dtype, ByteSpan piece) {
       const auto last = std::find_if(step.rbegin(), step.rend(), is_not_zero).base() - step.begin();
       zeros_ = at_ + (last + size - 1) / size * size;
     }
+    // fp16 is slow to decode, and none of its values is too large.
+    if (dtype != DType::kF16 || at_ % (8 * kStep) == 0) add_magnitudes(dtype, step);
     at_ += static_cast<int64_t>(step.size());
   }
 }
 
+void ValueCheck::add_magnitudes(DType dtype, ByteSpan step) {
+  constexpr float kLarge = 1 << 20, kSmallAsBf16 = 0x1p-4f, kLargeAsBf16 = 4;
+  std::array<float, kPage> values;
+  const std::span<float> decoded = std::span(values).first(step.size() / static_cast<size_t>(size_of(dtype)));
+  decode_floats(dtype, step, decoded);
+  float largest = 0;
+  for (const float value : decoded) {
+    const float magnitude = std::abs(value);
+    largest = std::max(largest, magnitude);
+    sum_ += magnitude;
+    num_values_ += magnitude > 0;
+    num_as_bf16_ += magnitude >= kSmallAsBf16 && magnitude < kLargeAsBf16;
+  }
+  if (largest >= kLarge) refuse_values(fmt::format("values up to {:.1e}", largest));
+  is_fp16_ = dtype == DType::kF16;
+}
+
+// Numbers of bf16 that are read as fp16 lie all around 1, and those of fp16 that are read as bf16 around 0.
+void ValueCheck::check_magnitudes() const {
+  constexpr int64_t kLeast = 256;
+  constexpr double kSmall = 1e-6;
+  if (entry_.shape.size() < 2 || num_values_ < kLeast) return;
+  const double mean = sum_ / static_cast<double>(num_values_);
+  if ((is_fp16_ && 1000 * num_as_bf16_ >= 999 * num_values_) || (mean < kSmall && !may_be_zero_)) {
+    refuse_values(fmt::format("values of about {:.1e}, and none far from that", mean));
+  }
+}
+
+void ValueCheck::refuse_values(const std::string& which) const {
+  throw_bad_input(
+      "{}: {} has {}, which are no weights: its dtype in the header, {}, is wrong, or it is damaged; download it again, "
+      "or save it again",
+      file_.path(), printable(entry_.name), which, name_of(entry_.dtype));
+}
+
 bool ValueCheck::finish() {
+  check_magnitudes();
   if (zeros_ > 0 || at_ == 0) {
     end_zeros(at_);
   } else if (!may_be_zero_) {

@@ -8,9 +8,10 @@
 namespace parka {
 
 // Looks at the values of a tensor of a file of weights while they pass by on their way into a checkpoint. Throws
-// Error(kBadInput), which names file and tensor, for what no trained weights hold: NaN or infinity, and zeros as
-// parts of a file have that were never downloaded. Rows and columns that are zeros, as padding and pruning leave
-// them, are no such holes: those begin or end within a row, and go on in the next or begin or end with a page.
+// Error(kBadInput), which names file and tensor, for what no trained weights hold: NaN or infinity, magnitudes as
+// another dtype than that of the file has, and zeros as parts of a file have that were never downloaded. Rows and
+// columns that are zeros, as padding and pruning leave them, are no such holes: those begin or end within a row,
+// and go on in the next or begin or end with a page.
 class ValueCheck {
  public:
   // `entry` lies in `file`, and both must outlive this. `may_be_zero`: as a whole, as weights may begin.
@@ -21,6 +22,9 @@ class ValueCheck {
   bool finish();
 
  private:
+  void add_magnitudes(DType dtype, ByteSpan step);
+  void check_magnitudes() const;
+  [[noreturn]] void refuse_values(const std::string& which) const;
   void end_zeros(int64_t end);
   [[noreturn]] void refuse_hole(int64_t num_bytes) const;
 
@@ -30,6 +34,9 @@ class ValueCheck {
   int64_t row_bytes_ = 0;
   int64_t at_ = 0, zeros_ = 0;  // bytes that have passed by; where the zeros at their end begin
   bool has_zero_rows_ = false;
+  bool is_fp16_ = false;
+  double sum_ = 0;                            // of the magnitudes of what was decoded
+  int64_t num_values_ = 0, num_as_bf16_ = 0;  // that are not 0; as large as bf16 looks in fp16
 };
 
 // True if a block's tensor of this name may begin as zeros: the last one of a branch does in blocks that are added
