@@ -273,6 +273,35 @@ class Values(Downloaded):
                 with self.subTest(name, value=value):
                     self.refuse("model.safetensors", name, arguments=[self.model])
 
+    def edit_config(self, change):
+        with open(f"{self.model}/config.json", encoding="utf-8") as file:
+            config = json.load(file)
+        change(config)
+        put(f"{self.model}/config.json", json.dumps(config).encode())
+
+    def test_what_a_config_does_not_say_is_told(self):
+        keys = ("rms_norm_eps", "rope_theta")
+        for left_out in ((), *((key,) for key in keys), keys):
+            self.model = self.use("huggingface/llama_mha")
+            angles = ("rope_theta", "rope_parameters") if "rope_theta" in left_out else ()
+            self.edit_config(lambda config: [config.pop(key, None) for key in (*left_out, *angles)])
+            result = self.import_model(self.model)
+            with self.subTest(left_out=left_out):
+                assert_ended_well(self, result)
+                self.assertEqual(tuple(key for key in keys if key in result.stderr), left_out, result.stderr)
+
+    def test_a_tokenizer_with_more_ids_than_the_model_has_rows(self):
+        sizes = []
+        self.edit_config(lambda config: sizes.append(config["vocab_size"]))
+        rows = sizes[0]
+        for tokenizer, last in (({"model": {"vocab": {"a": 0, "<last>": rows}}}, "<last>"), ({"model": {"vocab": {"a": 0, "<last>": rows - 1}}}, None),
+                                ({"model": {"vocab": {"a": 0}}, "added_tokens": [{"id": rows + 7, "content": "<tool>"}]}, "<tool>"),
+                                ({"model": {"vocab": [["a", -1.5]] * rows + [["<end>", 0.0]]}}, "<end>"), ({"model": {"vocab": [["a", -1.5]] * rows}}, None)):
+            put(f"{self.model}/tokenizer.json", json.dumps(tokenizer).encode())
+            result = self.import_model(self.model)
+            assert_ended_well(self, result)
+            self.assertEqual(last is not None and last in result.stderr and "tokenizer" in result.stderr, last is not None, result.stderr)
+
     def test_a_tensor_of_zeros(self):
         for name in (self.QUERY, self.UP, EMBEDDING, "lm_head.weight", "model.norm.weight"):
             self.model = self.use("huggingface/llama_mha")

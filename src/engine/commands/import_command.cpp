@@ -1,6 +1,9 @@
 #include <algorithm>
 #include <cstdio>
 #include <filesystem>
+#include <map>
+
+#include <fmt/ranges.h>
 
 #include "core/error.h"
 #include "core/log/log.h"
@@ -18,6 +21,7 @@
 #include "engine/huggingface/llava_tensors.h"
 #include "engine/huggingface/peft_adapter.h"
 #include "engine/huggingface/value_check.h"
+#include "engine/text/tokenizer_files.h"
 #include "engine/training/progress.h"
 #include "model/vision/projector.h"
 #include "model/vision/vision_tower.h"
@@ -77,6 +81,8 @@ class Importer {
         copy_to_new_file((fs::path(file.folder) / file.name).string(), beside + file.name);
       }
     }
+    warn_of_tokens(draft / kHuggingFaceFolder);
+    tell_defaults();
     if (!with_zeros_.empty()) {
       log_warning(
           "{}: has rows of zeros in {} of its matrices, first in {}; download it again, unless it was padded, "
@@ -108,6 +114,40 @@ class Importer {
     return make_huggingface_config(source_.described, format_of_embedding(), &source_.special_tokens);
   }
   DType format_of_embedding() const { return targets_.at(static_cast<size_t>(table_.embedding)).entry.dtype; }
+
+  // Tokenizers of published models have more ids than rows, too, and text seldom has those.
+  void warn_of_tokens(const std::string& folder) const {
+    if (!file_exists((fs::path(folder) / kTokenizerName).string())) return;
+    const std::map<int64_t, std::string> tokens = tokens_of(folder);
+    if (tokens.empty() || tokens.rbegin()->first < model().vocab_size) return;
+    log_warning(
+        "{}: the model has {} rows of tokens, and the last of its tokenizer is {}, id {}: no text with that can be trained "
+        "on; resize the embeddings in transformers first, if it is wanted",
+        source_.config_path, model().vocab_size, printable(tokens.rbegin()->second), tokens.rbegin()->first);
+  }
+
+  // What decides what a model computes, and its files leave out.
+  void tell_defaults() const {
+    const json config = parse_json_if_valid(source_.config_text);
+    const HuggingFaceFamily& family = *source_.described.family;
+    std::vector<std::string> taken;
+    const auto add = [&](std::string_view key, double value) {
+      const auto has = [&](const json& object) {
+        return object.is_object() && !object.value(key, json()).is_null();
+      };
+      if (config.is_object() && !has(config) && !has(config.value("text_config", json()))) {
+        taken.push_back(fmt::format("{} = {}", key, value));
+      }
+    };
+    for (const ModelKey& key : family.keys) {
+      const auto* real = std::get_if<RealKey>(&key);
+      if (real != nullptr && real->field == &ModelConfig::norm_eps) add(real->key, model().norm_eps);
+    }
+    if (source_.config_text.find("\"rope_theta\"") == std::string::npos) add("rope_theta", model().rope_theta);
+    if (taken.empty()) return;
+    log_info("{}: does not say {}, which {} has in transformers without it", source_.config_path,
+             fmt::join(taken, " and "), family.architecture);
+  }
 
   // The tensors that the files have to hold.
   std::vector<HuggingFaceTensor> stored_tensors() const {
