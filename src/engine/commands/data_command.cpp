@@ -181,7 +181,10 @@ Listed list_files(const DataOptions& options) {
     if (!options.overrides.empty()) throw_bad_input("--set: overrides keys of a config, but token files are given");
     listed.sources = options.inputs;
     if (options.dtype == "uint32") listed.type = TokenType::kUint32;
-    check_token_type(listed.sources, listed.type);
+    for_each_description(listed.sources, [&](const std::string& file, const nlohmann::json& description) {
+      check_described_type(file, description,
+                           listed.type);  // ids of 32 bits, as twice as many, are all in a large vocabulary
+    });
     listed.document_ids = options.document_ids;
     return listed;
   }
@@ -195,13 +198,9 @@ Listed list_files(const DataOptions& options) {
   // Opening them refuses what is too short, lacks a mask or has no target.
   if (!config.data.train.empty()) open_training_files(config);
   check_present_tokenizer(config);
-  listed.sources = config.data.train;
-  const auto add = [&](const std::vector<std::string>& sources) {
-    if (!sources.empty()) open_token_files(sources, config);
-    listed.sources.insert(listed.sources.end(), sources.begin(), sources.end());
-  };
-  add(config.data.eval);
-  for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) add(set.files);
+  listed.sources = held_out_sources(config);
+  if (!listed.sources.empty()) open_token_files(listed.sources, config);
+  listed.sources.insert(listed.sources.begin(), config.data.train.begin(), config.data.train.end());
   if (listed.sources.empty()) {
     throw_bad_input("{}: data.train, data.eval and evaluation.sets list no files", options.inputs.front());
   }

@@ -115,10 +115,27 @@ class Importer {
   }
   DType format_of_embedding() const { return targets_.at(static_cast<size_t>(table_.embedding)).entry.dtype; }
 
-  // Tokenizers of published models have more ids than rows, too, and text seldom has those.
+  // Tokenizers of published models have more ids than rows, too, and text seldom has those. transformers gives an
+  // end of text that the tokenizer lacks a new id, after those that the model was trained with.
   void warn_of_tokens(const std::string& folder) const {
+    const auto read = [&](const char* name) {
+      constexpr int64_t kMostBytes = int64_t{1} << 30;
+      const std::string path = (fs::path(folder) / name).string();
+      return file_exists(path) ? parse_json_if_valid(read_text(path, kMostBytes)) : json();
+    };
     if (!file_exists((fs::path(folder) / kTokenizerName).string())) return;
     const std::map<int64_t, std::string> tokens = tokens_of(folder);
+    const json config = read("tokenizer_config.json"), added = read("added_tokens.json");
+    json end = config.is_object() ? config.value("eos_token", json()) : json();
+    if (end.is_object()) end = end.value("content", json());
+    const auto is_end = [&](const auto& token) { return end == token.second; };
+    if (end.is_string() && std::ranges::none_of(tokens, is_end) && !added.contains(end.get<std::string>()) &&
+        config.value("added_tokens_decoder", json()).dump().find(end.dump()) == std::string::npos) {
+      log_warning(
+          "{}: eos_token in tokenizer_config.json is {}, which tokenizer.json lacks, so prepared data would end in an id "
+          "that the model does not know; download both files again, or name a token of it there",
+          source_.config_path, printable(end.dump()));
+    }
     if (tokens.empty() || tokens.rbegin()->first < model().vocab_size) return;
     log_warning(
         "{}: the model has {} rows of tokens, and the last of its tokenizer is {}, id {}: no text with that can be trained "
@@ -128,23 +145,18 @@ class Importer {
 
   // What decides what a model computes, and its files leave out.
   void tell_defaults() const {
-    const json config = parse_json_if_valid(source_.config_text);
     const HuggingFaceFamily& family = *source_.described.family;
+    const std::string& text = source_.config_text;
     std::vector<std::string> taken;
     const auto add = [&](std::string_view key, double value) {
-      const auto has = [&](const json& object) {
-        return object.is_object() && !object.value(key, json()).is_null();
-      };
-      if (config.is_object() && !has(config) && !has(config.value("text_config", json()))) {
-        taken.push_back(fmt::format("{} = {}", key, value));
-      }
+      if (text.find(fmt::format("\"{}\"", key)) == text.npos) taken.push_back(fmt::format("{} = {}", key, value));
     };
     for (const ModelKey& key : family.keys) {
       const auto* real = std::get_if<RealKey>(&key);
       if (real != nullptr && real->field == &ModelConfig::norm_eps) add(real->key, model().norm_eps);
     }
-    if (source_.config_text.find("\"rope_theta\"") == std::string::npos) add("rope_theta", model().rope_theta);
-    if (taken.empty()) return;
+    add("rope_theta", model().rope_theta);
+    if (text.empty() || taken.empty()) return;
     log_info("{}: does not say {}, which {} has in transformers without it", source_.config_path,
              fmt::join(taken, " and "), family.architecture);
   }

@@ -157,15 +157,6 @@ void check_held_out(const std::map<FileId, std::string>& trained, const Config& 
 
 }  // namespace
 
-void check_token_type(const std::vector<std::string>& sources, TokenType type) {
-  DataDescriptions descriptions;
-  for (const std::string& source : sources) {
-    for (const std::string& file : expand_source(source)) {
-      if (const nlohmann::json* description = descriptions.of(file)) check_described_type(file, *description, type);
-    }
-  }
-}
-
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config) {
   DataDescriptions descriptions;
   std::set<const nlohmann::json*> told;

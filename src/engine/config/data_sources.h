@@ -22,10 +22,6 @@ std::vector<std::string> held_out_sources(const Config& config);
 
 ExampleRules example_rules(const Config& config);
 
-// Throws Error(kBadInput) if a data.json of scripts/prepare_data.py beside one of the files says that its ids are
-// of another type: ids of 32 bits, read as twice as many of 16, are all in a large vocabulary.
-void check_token_type(const std::vector<std::string>& sources, TokenType type);
-
 // Throws Error(kBadInput) for data that cannot be used, that contradict what lies beside them, or that have more
 // images than there is room for.
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config);

@@ -5,8 +5,10 @@
 #include <cstdlib>
 #include <filesystem>
 #include <iterator>
+#include <map>
 #include <set>
 #include <string>
+#include <utility>
 
 #include <fmt/format.h>
 
@@ -128,42 +130,28 @@ void check_evaluation(const std::string& name, const EvaluationResult& result) {
   }
 }
 
-namespace {
-
 // Ids of two tokenizers mean different texts, and a model of both learns and is scored on neither; where
 // vocabularies are of one size nothing else tells. Likewise turns of two chat templates.
-class OriginCheck {
- public:
-  OriginCheck(std::string_view what, std::string_view advice) : what_(what), advice_(advice) {}
-
-  void add(const std::string& path, const std::string& origin) {
-    if (origin.empty() || !seen_.insert(origin).second) return;
-    if (first_.empty()) {
-      first_ = path;
-    } else {
-      log_warning("{} was made with another {} than {}: {}", path, what_, first_, advice_);
-    }
-  }
-
- private:
-  std::string_view what_, advice_;
-  std::string first_;
-  std::set<std::string> seen_;
-};
-
-}  // namespace
-
 void warn_of_tokenizers(const std::vector<std::string>& sources, const std::vector<EvalTask>& tasks) {
-  OriginCheck tokenizers(
-      "tokenizer",
-      "its ids mean other texts, and losses and scores of one model on both mean nothing; prepare "
-      "both with one --tokenizer");
-  OriginCheck templates("chat template", "turns begin and end otherwise in it; prepare both with one --chat");
+  std::set<std::pair<std::string_view, std::string>> found;
+  std::map<std::string_view, std::string> first;
+  const auto add = [&](std::string_view what, const std::string& path, const std::string& origin,
+                       std::string_view advice) {
+    if (origin.empty() || !found.emplace(what, origin).second) return;
+    const auto [before, is_first] = first.emplace(what, path);
+    if (!is_first) log_warning("{} was made with another {} than {}: {}", path, what, before->second, advice);
+  };
+  const auto add_tokenizer = [&](const std::string& path, const std::string& tokenizer) {
+    add("tokenizer", path, tokenizer,
+        "its ids mean other texts, and losses and scores of one model on both mean nothing; prepare both with one "
+        "--tokenizer");
+  };
   for_each_description(sources, [&](const std::string& file, const nlohmann::json& description) {
-    tokenizers.add(file, described_tokenizer(description));
-    templates.add(file, described_text(description, "chat_template_sha256"));
+    add_tokenizer(file, described_tokenizer(description));
+    add("chat template", file, described_text(description, "chat_template_sha256"),
+        "turns begin and end otherwise in it; prepare both with one --chat");
   });
-  for (const EvalTask& task : tasks) tokenizers.add(task.path, task.tokenizer);
+  for (const EvalTask& task : tasks) add_tokenizer(task.path, task.tokenizer);
 }
 
 void warn_of_tokenizers(const Config& config, const EvaluationSuite& suite) {

@@ -8,7 +8,6 @@
 #include <fmt/ranges.h>
 
 #include "core/error.h"
-#include "core/log/log.h"
 #include "core/tensor.h"
 #include "data/read_only_file.h"
 #include "engine/files/json_text.h"
@@ -41,37 +40,12 @@ json read_config(const std::string& folder) {
   return config;
 }
 
-// transformers gives a token that the tokenizer lacks a new id, after those that the model was trained with. It is
-// looked for as text, in both forms in which JSON has what is not ASCII.
-void warn_of_end_token(const std::string& folder) {
-  constexpr int64_t kMostBytes = int64_t{1} << 30;
-  const auto path_of = [&](const char* name) { return (fs::path(folder) / name).string(); };
-  const std::string where = path_of("tokenizer_config.json"), tokenizer = path_of("tokenizer.json");
-  if (!file_exists(where) || !file_exists(tokenizer)) return;
-  const json config = json::parse(read_text(where, kMostBytes), nullptr, /*allow_exceptions=*/false);
-  json end = config.is_object() ? config.value("eos_token", json()) : json();
-  if (end.is_object()) end = end.value("content", json());
-  if (!end.is_string()) return;
-  std::string tokens = read_text(tokenizer, kMostBytes);
-  const std::string added = path_of("added_tokens.json");
-  if (file_exists(added)) tokens += read_text(added, kMostBytes);
-  if (config.contains("added_tokens_decoder")) tokens += config.at("added_tokens_decoder").dump();
-  for (const bool ascii : {false, true}) {
-    if (tokens.find(end.dump(-1, ' ', ascii)) != std::string::npos) return;
-  }
-  log_warning(
-      "{}: eos_token is {}, which tokenizer.json lacks, so prepared data would end in an id that the model does not know; "
-      "download both files again, or name a token of it there",
-      where, printable(end.dump()));
-}
-
 std::vector<ImportSource::CarriedFile> carried_from(const std::string& folder) {
   std::vector<ImportSource::CarriedFile> files;
   for (std::string& name : carried_files(folder)) {
     refuse_lfs_pointer(InputFile((fs::path(folder) / name).string()));
     files.push_back({.folder = folder, .name = std::move(name)});
   }
-  warn_of_end_token(folder);
   return files;
 }
 

@@ -187,7 +187,7 @@ std::map<int32_t, std::string> special_tokens(const std::string& folder) {
 }
 
 std::map<int64_t, std::string> tokens_of(const std::string& folder) {
-  const json file = read_without((fs::path(folder) / kTokenizerName).string(), {"merges", "post_processor"});
+  const json file = read_without((fs::path(folder) / kTokenizerName).string(), {"post_processor"});
   std::map<int64_t, std::string> tokens;
   const auto add = [&](const json& id, const json& token) {
     if (id.is_number_integer() && token.is_string()) tokens[id.get<int64_t>()] = token.get<std::string>();
