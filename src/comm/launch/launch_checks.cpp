@@ -160,8 +160,9 @@ void refuse_partly_numbered(const Environment& variable) {
   const auto require = [&](const char* name, bool is_alone) {
     if (is_alone) return;
     throw_bad_input(
-        "{} is {}, as for one of several processes, but RANK and WORLD_SIZE are not set: start parka with mpirun, once on a host with --ranks, or give each "
-        "process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (docs/cluster.md); unset it to start one rank",
+        "{} is {}, as for one of several processes, but RANK and WORLD_SIZE are not set: start parka with mpirun, once on "
+        "a host with --ranks, or give each process RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT (docs/cluster.md); unset "
+        "it to start one rank",
         name, shown(variable, name));
   };
   for (const auto& [rank, size] : kPartly) {
