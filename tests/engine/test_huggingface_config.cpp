@@ -174,7 +174,7 @@ TEST_CASE("config.json that Parka cannot compute is refused with what is the mat
       {R"({"hidden_size": null})", "has no hidden_size"},
       {R"({"hidden_size": "32"})", "hidden_size: expected an integer"},
       {R"({"num_key_value_heads": 3})", "num_kv_heads = 3"},
-      {R"({"head_dim": 5})", "model.head_dim = 5 is odd"},
+      {R"({"head_dim": 5})", "model.head_dim = 5"},
       {R"({"vocab_size": -1})", "vocab_size"},
       {R"({"tie_word_embeddings": "no"})", "tie_word_embeddings: expected true or false"},
       {R"({"rms_norm_eps": 0})", "model.norm_eps"},

@@ -342,8 +342,8 @@ TEST_CASE("settings of adapters without meaning are refused by name", "[engine][
         }) ==
         "finetune.targets holds \"query\"; wanted some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
         "down_proj");
-  CHECK(refused([](Config& c) { c.finetune.targets.clear(); }).starts_with("finetune.targets is empty"));
-  CHECK(refused([](Config& c) { c.optimizer.frozen = {"head"}; }).starts_with("optimizer.frozen has no meaning"));
+  CHECK(refused([](Config& c) { c.finetune.targets.clear(); }).starts_with("finetune.targets"));
+  CHECK(refused([](Config& c) { c.optimizer.frozen = {"head"}; }).starts_with("optimizer.frozen"));
   CHECK(config.finetune.lora_rules().scale == 2);
   Config rslora = config;
   rslora.finetune.rslora = true;

