@@ -77,17 +77,30 @@ constexpr const char* kFooter =
     "Documentation: README.md and docs/; of an installed program, share/doc/parka\n"
     "beside its bin.";
 
+// An option whose value has a name of its own in the help, such as FILE. Empty: what CLI11 calls its type.
+template <typename Value>
+CLI::Option* add(CLI::App& command, const char* name, Value& value, const char* type, const char* help) {
+  CLI::Option* option = command.add_option(name, value, help);
+  return *type == '\0' ? option : option->type_name(type);
+}
+
+// One that may be repeated, with a value each time.
+CLI::Option* add_repeated(CLI::App& command, const char* name, std::vector<std::string>& values, const char* type,
+                          const char* help) {
+  return add(command, name, values, type, help)->allow_extra_args(false);
+}
+
 void add_config_options(CLI::App& command, std::string& path, std::vector<std::string>& overrides) {
-  command
-      .add_option("config", path,
-                  "The run's JSON config, e.g. configs/quickstart.json; or a folder with its config.json")
+  add(command, "config", path, "",
+      "The run's JSON config, e.g. configs/quickstart.json; or a folder with its config.json")
       ->required();
-  command
-      .add_option(
-          "--set", overrides,
-          "Override a key of the config: --set optimizer.lr=1e-3, or --optimizer.lr=1e-3 for short (may be repeated)")
-      ->type_name("KEY=VALUE")
-      ->allow_extra_args(false);
+  add_repeated(
+      command, "--set", overrides, "KEY=VALUE",
+      "Override a key of the config: --set optimizer.lr=1e-3, or --optimizer.lr=1e-3 for short (may be repeated)");
+}
+
+void add_checkpoint(CLI::App& command, std::string& path, const char* help) {
+  command.add_option("checkpoint", path, help)->required();
 }
 
 void add_started_ranks(CLI::App& command, StartedRanks& started) {
@@ -116,23 +129,21 @@ void add_train(CLI::App& app, TrainOptions& options) {
 }
 
 // Options of what `plan` knows about links between GPUs; see docs/scaling.md.
-void add_step_model(CLI::App& command, CLI::Option& measured, PlanOptions& options) {
-  command
-      .add_option("--compare", options.compare_path,
-                  "Such a measurement on --gpus GPUs, to compare the prediction with")
-      ->type_name("FILE")
-      ->needs(&measured);
-  command.add_option("--nodes", options.nodes, "Number of nodes that the GPUs are in (default: 8 GPUs in each)")
+void add_step_model(CLI::App& command, CLI::Option* measured, PlanOptions& options) {
+  add(command, "--compare", options.compare_path, "FILE",
+      "Such a measurement on --gpus GPUs, to compare the prediction with")
+      ->needs(measured);
+  add(command, "--nodes", options.nodes, "", "Number of nodes that the GPUs are in (default: 8 GPUs in each)")
       ->check(whole_number(1, int64_t{1} << 20))
-      ->needs(&measured)
+      ->needs(measured)
       ->default_str("");
-  const auto add = [&](const char* name, double& value, const char* help) {
-    command.add_option(name, value, help)->check(kPositive)->needs(&measured);
+  const auto add_bandwidth = [&](const char* name, double& value, const char* help) {
+    command.add_option(name, value, help)->check(kPositive)->needs(measured);
   };
-  add("--link-bandwidth", options.link_bandwidth, "NCCL's bus bandwidth within a node, GB/s");
-  add("--network-bandwidth", options.network_bandwidth, "Bandwidth from one GPU to other nodes, GB/s");
-  add("--host-bandwidth", options.host_bandwidth,
-      "Bandwidth between a GPU and its host's memory, GB/s in each direction");
+  add_bandwidth("--link-bandwidth", options.link_bandwidth, "NCCL's bus bandwidth within a node, GB/s");
+  add_bandwidth("--network-bandwidth", options.network_bandwidth, "Bandwidth from one GPU to other nodes, GB/s");
+  add_bandwidth("--host-bandwidth", options.host_bandwidth,
+                "Bandwidth between a GPU and its host's memory, GB/s in each direction");
 }
 
 void add_plan(CLI::App& app, PlanOptions& options) {
@@ -141,39 +152,27 @@ void add_plan(CLI::App& app, PlanOptions& options) {
       "Print the memory a run needs on each GPU and what would make it fit; with --measured, also predict its "
       "step time.");
   add_config_options(command, options.config_path, options.overrides);
-  command.add_option("--gpus", options.num_gpus, "Number of GPUs")
-      ->check(whole_number(1, int64_t{1} << 20))
-      ->capture_default_str();
-  command
-      .add_option("--memory-limit", options.memory_limit_gb,
-                  "Memory of one GPU in GB (1e9 bytes), or with a unit: 80GiB")
-      ->transform(kGigabytes)
-      ->check(kMemory)
-      ->capture_default_str();
+  add(command, "--gpus", options.num_gpus, "", "Number of GPUs")->check(whole_number(1, int64_t{1} << 20));
+  const auto add_memory = [&](const char* name, auto& value, const char* help) {
+    return add(command, name, value, "", help)->transform(kGigabytes)->check(kMemory);
+  };
+  add_memory("--memory-limit", options.memory_limit_gb,
+             "Memory of one GPU in GB (1e9 bytes), or with a unit: 80GiB");
   command.add_flag("--json", options.json, "Print JSON");
-  command
-      .add_option("--write", options.write_path,
-                  "Write the config to this file, with the cheapest changes that make it fit")
-      ->type_name("FILE");
-  CLI::Option& fit = *command.add_flag(
+  add(command, "--write", options.write_path, "FILE",
+      "Write the config to this file, with the cheapest changes that make it fit");
+  CLI::Option* fit = command.add_flag(
       "--fit", options.fit,
       "Print only the cheapest changes with which the run fits, which keep every bit where that is enough, and its "
       "command");
-  command
-      .add_option(
-          "--host-memory", options.host_memory_gb,
-          "Memory of one host for all its GPUs, in GB or with a unit, of which a run leaves 2 GiB to all else "
-          "(default: what is free on this host if it has the GPUs, otherwise unlimited)")
-      ->transform(kGigabytes)
-      ->check(kMemory)
-      ->needs(&fit)
+  add_memory("--host-memory", options.host_memory_gb,
+             "Memory of one host for all its GPUs, in GB or with a unit, of which a run leaves 2 GiB to all else "
+             "(default: what is free on this host if it has the GPUs, otherwise unlimited)")
+      ->needs(fit)
       ->default_str("");
-  CLI::Option& measured = *command
-                               .add_option("--measured", options.measured_path,
-                                           "Measurement on one GPU, written by `parka bench CONFIG --json FILE`")
-                               ->type_name("FILE")
-                               ->excludes(&fit);
-  add_step_model(command, measured, options);
+  CLI::Option* measured = add(command, "--measured", options.measured_path, "FILE",
+                              "Measurement on one GPU, written by `parka bench CONFIG --json FILE`");
+  add_step_model(command, measured->excludes(fit), options);
 }
 
 void add_bench(CLI::App& app, BenchOptions& options) {
@@ -181,11 +180,11 @@ void add_bench(CLI::App& app, BenchOptions& options) {
       "bench", "Time training steps of a config on synthetic tokens: whole steps, every op, and per block.");
   add_config_options(command, options.config_path, options.overrides);
   add_started_ranks(command, options.started);
-  command.add_option("--steps", options.steps, "Steps to time, after two warm-up steps")
+  add(command, "--steps", options.steps, "", "Steps to time, after two warm-up steps")
       ->check(whole_number(1, int64_t{1} << 20));
   command.add_flag("--roofline", options.roofline,
                    "Also measure the least time this device could need for each op, and compare");
-  command.add_option("--json", options.json_path, "Write all figures to this file")->type_name("FILE");
+  add(command, "--json", options.json_path, "FILE", "Write all figures to this file");
 }
 
 void add_tune(CLI::App& app, TuneOptions& options) {
@@ -202,158 +201,113 @@ void add_tune(CLI::App& app, TuneOptions& options) {
 void add_eval(CLI::App& app, EvalOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "eval", "Evaluate a checkpoint: loss and perplexity on token files, and scores in multiple-choice tasks.");
-  command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder (its newest checkpoint)")
-      ->required();
-  command.add_option("--data", options.data,
-                     "Token files (without --data, --sets and --tasks: everything the config evaluates on)");
-  command.add_option("--sets", options.sets, "Named sets of token files, each with its own loss")
-      ->type_name("NAME=FILE");
-  command.add_option("--tasks", options.tasks, "Request files of tasks, made by scripts/prepare_eval.py")
-      ->type_name("FILE");
-  command
-      .add_option("--set", options.overrides, "Override a key of the checkpoint's config, e.g. precision.eval=bf16")
-      ->type_name("KEY=VALUE")
-      ->allow_extra_args(false);
-  command
-      .add_option("--max-sequences", options.max_sequences,
-                  "Sequences to evaluate, spread evenly over the files of a set; 0: all")
+  add_checkpoint(command, options.checkpoint, "A checkpoint, or a run folder (its newest checkpoint)");
+  add(command, "--data", options.data, "",
+      "Token files (without --data, --sets and --tasks: everything the config evaluates on)");
+  add(command, "--sets", options.sets, "NAME=FILE", "Named sets of token files, each with its own loss");
+  add(command, "--tasks", options.tasks, "FILE", "Request files of tasks, made by scripts/prepare_eval.py");
+  add_repeated(command, "--set", options.overrides, "KEY=VALUE",
+               "Override a key of the checkpoint's config, e.g. precision.eval=bf16");
+  add(command, "--max-sequences", options.max_sequences, "",
+      "Sequences to evaluate, spread evenly over the files of a set; 0: all")
       ->check(kNotNegative);
-  command
-      .add_option("--max-documents", options.max_documents, "Documents of each task, spread evenly over it; 0: all")
+  add(command, "--max-documents", options.max_documents, "",
+      "Documents of each task, spread evenly over it; 0: all")
       ->check(kNotNegative);
-  command.add_option("--predictions", options.predictions, "Write the log-likelihood of every choice to this file")
-      ->type_name("FILE");
+  add(command, "--predictions", options.predictions, "FILE",
+      "Write the log-likelihood of every choice to this file");
   command.add_flag("--json", options.json, "Print JSON");
 }
 
 void add_generate(CLI::App& app, GenerateOptions& options) {
   CLI::App& command = *app.add_subcommand("generate", "Continue prompts with a checkpoint, or chat with it.");
-  command.add_option("checkpoint", options.checkpoint, "A checkpoint, or a run folder (its newest checkpoint)")
-      ->required();
-  CLI::Option& prompt =
-      *command
-           .add_option("--prompt", options.prompts,
-                       "Prompt text, by the model's tokenizer; if repeated, one line of JSON is printed for each")
-           ->allow_extra_args(false);
-  CLI::Option& prompt_tokens = *command
-                                    .add_option("--prompt-tokens", options.prompt_tokens,
-                                                "Prompt as comma-separated token ids (may be repeated)")
-                                    ->type_name("ID,ID,...")
-                                    ->allow_extra_args(false);
-  command
-      .add_option("--tokenizer", options.tokenizer,
-                  "Folder with a tokenizer.json (default: the one kept with the run or the imported model)")
-      ->type_name("FOLDER")
-      ->excludes(&prompt_tokens);
-  CLI::Option& chat = *command
-                           .add_flag("--chat", options.chat,
-                                     "Chat by the model's template: each line of standard input is answered")
-                           ->excludes(&prompt)
-                           ->excludes(&prompt_tokens);
-  CLI::Option& image =
-      *command
-           .add_option("--image", options.images,
-                       "Picture that the prompt shows where it has <image>, or else at its beginning; "
-                       "may be repeated")
-           ->type_name("FILE")
-           ->allow_extra_args(false)
-           ->needs(&prompt)
-           ->excludes(&chat);
-  command
-      .add_option(
-          "--geometry", options.geometry,
-          "How pictures become squares: crop, pad or stretch (default: as the model's processor, or as usual "
-          "with its tower)")
+  add_checkpoint(command, options.checkpoint, "A checkpoint, or a run folder (its newest checkpoint)");
+  CLI::Option* prompt =
+      add_repeated(command, "--prompt", options.prompts, "",
+                   "Prompt text, by the model's tokenizer; if repeated, one line of JSON is printed for each");
+  CLI::Option* prompt_tokens = add_repeated(command, "--prompt-tokens", options.prompt_tokens, "ID,ID,...",
+                                            "Prompt as comma-separated token ids (may be repeated)");
+  add(command, "--tokenizer", options.tokenizer, "FOLDER",
+      "Folder with a tokenizer.json (default: the one kept with the run or the imported model)")
+      ->excludes(prompt_tokens);
+  CLI::Option* chat = command.add_flag("--chat", options.chat,
+                                       "Chat by the model's template: each line of standard input is answered");
+  chat->excludes(prompt)->excludes(prompt_tokens);
+  CLI::Option* image =
+      add_repeated(command, "--image", options.images, "FILE",
+                   "Picture that the prompt shows where it has <image>, or else at its beginning; may be repeated");
+  image->needs(prompt)->excludes(chat);
+  add(command, "--geometry", options.geometry, "",
+      "How pictures become squares: crop, pad or stretch (default: as the model's processor, or as usual "
+      "with its tower)")
       ->check(CLI::IsMember({"crop", "pad", "stretch"}))
-      ->needs(&image);
-  command.add_option("--system", options.system, "System message of the chat")->type_name("TEXT")->needs(&chat);
-  command.add_option("--tokens", options.num_tokens, "Maximum number of tokens to generate for each prompt")
+      ->needs(image);
+  add(command, "--system", options.system, "TEXT", "System message of the chat")->needs(chat);
+  add(command, "--tokens", options.num_tokens, "", "Maximum number of tokens to generate for each prompt")
       ->check(kNotNegative);
   SamplingOptions& sampling = options.sampling;
-  command
-      .add_option("--temperature", sampling.temperature, "Divides the logits; 0 always takes the most likely token")
+  add(command, "--temperature", sampling.temperature, "",
+      "Divides the logits; 0 always takes the most likely token")
       ->check(kNotNegative);
-  command.add_option("--top-k", sampling.top_k, "Sample among the k most likely tokens; 0: all")
-      ->check(kNotNegative);
-  command
-      .add_option("--top-p", sampling.top_p,
-                  "Sample among the most likely tokens whose total probability reaches this; 1: all")
+  add(command, "--top-k", sampling.top_k, "", "Sample among the k most likely tokens; 0: all")->check(kNotNegative);
+  add(command, "--top-p", sampling.top_p, "",
+      "Sample among the most likely tokens whose total probability reaches this; 1: all")
       ->check(CLI::Range(0.0, 1.0));
   command.add_option("--seed", sampling.seed, "Seed of the sampling")->check(kSeed);
-  command.add_option("--stop-token", options.stop_tokens, "Stop before this token id (may be repeated)")
+  add(command, "--stop-token", options.stop_tokens, "", "Stop before this token id (may be repeated)")
       ->allow_extra_args(false);
-  command.add_option("--batch", options.batch, "Prompts to continue at the same time")
+  add(command, "--batch", options.batch, "", "Prompts to continue at the same time")
       ->check(whole_number(1, int64_t{1} << 20))
-      ->excludes(&chat);
-  command.add_flag("--json", options.json, "Print JSON once all prompts are done")->excludes(&chat);
-  command.add_option("--set", options.overrides, "Override a key of the checkpoint's config, e.g. device.kind=cpu")
-      ->type_name("KEY=VALUE")
-      ->allow_extra_args(false);
+      ->excludes(chat);
+  command.add_flag("--json", options.json, "Print JSON once all prompts are done")->excludes(chat);
+  add_repeated(command, "--set", options.overrides, "KEY=VALUE",
+               "Override a key of the checkpoint's config, e.g. device.kind=cpu");
 }
 
 void add_import(CLI::App& app, ImportOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "import",
       "Import a Hugging Face model (Llama, Mistral, Qwen, OLMo or LLaVA) as a checkpoint, to train, evaluate or sample from.");
-  command
-      .add_option("folder", options.folder, "Folder with config.json and *.safetensors, or with peft's adapters")
+  add(command, "folder", options.folder, "", "Folder with config.json and *.safetensors, or with peft's adapters")
       ->required();
-  command.add_option("--out", options.output, "Folder to create")->type_name("FOLDER")->required();
-  command
-      .add_option("--base", options.base,
-                  "Checkpoint, run folder or imported model that the adapters of folder belong to")
-      ->type_name("FOLDER");
-  command
-      .add_option("--vision-tower", options.vision_tower,
-                  "Folder of a CLIP or SigLIP model, whose tower a Llama or Qwen2 gets with a new "
-                  "projector; or that of an original LLaVA")
-      ->type_name("FOLDER");
-  command
-      .add_option(
-          "--image-token", options.image_token,
-          "Id of image slots with --vision-tower or VILA's folders (default: the first behind the vocabulary, "
-          "which grows)")
+  add(command, "--out", options.output, "FOLDER", "Folder to create")->required();
+  add(command, "--base", options.base, "FOLDER",
+      "Checkpoint, run folder or imported model that the adapters of folder belong to");
+  add(command, "--vision-tower", options.vision_tower, "FOLDER",
+      "Folder of a CLIP or SigLIP model, whose tower a Llama or Qwen2 gets with a new projector; or that of an "
+      "original LLaVA");
+  add(command, "--image-token", options.image_token, "",
+      "Id of image slots with --vision-tower or VILA's folders (default: the first behind the vocabulary, which "
+      "grows)")
       ->check(kNotNegative);
 }
 
 void add_export(CLI::App& app, ExportOptions& options) {
   CLI::App& command = *app.add_subcommand("export", "Export a checkpoint for Hugging Face transformers.");
-  command
-      .add_option("checkpoint", options.checkpoint,
-                  "A checkpoint, a run folder (its newest checkpoint), or an imported model")
-      ->required();
-  command.add_option("--out", options.output, "Folder to create")->type_name("FOLDER")->required();
-  CLI::Option& dtype =
-      *command.add_option("--dtype", options.dtype,
-                          "Format of the weights (default: the imported model's, else the run's compute format)");
-  dtype.check(CLI::IsMember({"bf16", "fp16", "fp32"}));
-  command
-      .add_option(
-          "--family", options.family,
-          "model_type of the export, such as llama or olmo2 (default: that of the model that the weights or --like "
-          "come from, else the first that can express this model)")
-      ->type_name("NAME");
-  command
-      .add_option("--like", options.like,
-                  "Hugging Face folder to copy the tokenizer and other settings from (default: the imported model "
-                  "that the weights come from)")
-      ->type_name("FOLDER");
-  command
-      .add_option(
-          "--base", options.base,
-          "Checkpoint or run folder that adapters or a side network were trained beside, where it has moved "
-          "(default: where the run names it)")
-      ->type_name("FOLDER");
-  CLI::Option& shard_size = *command.add_option("--shard-size", options.shard_size,
-                                                "Largest size of a weight file, e.g. 5GB (default: 50GB)");
-  shard_size.type_name("SIZE");
+  add_checkpoint(command, options.checkpoint,
+                 "A checkpoint, a run folder (its newest checkpoint), or an imported model");
+  add(command, "--out", options.output, "FOLDER", "Folder to create")->required();
+  CLI::Option* dtype = add(command, "--dtype", options.dtype, "",
+                           "Format of the weights (default: the imported model's, else the run's compute format)")
+                           ->check(CLI::IsMember({"bf16", "fp16", "fp32"}));
+  add(command, "--family", options.family, "NAME",
+      "model_type of the export, such as llama or olmo2 (default: that of the model that the weights or --like come "
+      "from, else the first that can express this model)");
+  add(command, "--like", options.like, "FOLDER",
+      "Hugging Face folder to copy the tokenizer and other settings from (default: the imported model that the weights "
+      "come from)");
+  add(command, "--base", options.base, "FOLDER",
+      "Checkpoint or run folder that adapters or a side network were trained beside, where it has moved (default: "
+      "where the run names it)");
+  CLI::Option* shard_size = add(command, "--shard-size", options.shard_size, "SIZE",
+                                "Largest size of a weight file, e.g. 5GB (default: 50GB)");
   command
       .add_flag(
           "--adapter", options.adapter,
           "Write what was trained beside the weights alone: adapters of finetune.method = lora, for peft, which "
           "else are added to the weights, or the side network of qst")
-      ->excludes(&dtype)
-      ->excludes(&shard_size);
+      ->excludes(dtype)
+      ->excludes(shard_size);
 }
 
 void add_data(CLI::App& app, DataOptions& options) {
@@ -361,28 +315,23 @@ void add_data(CLI::App& app, DataOptions& options) {
       "data",
       "Check token files by reading them whole: tokens, documents, range of ids, checksum. Refuses what "
       "training would refuse.");
-  command.add_option("inputs", options.inputs, "Token files or patterns; or a config, for the files it names")
+  add(command, "inputs", options.inputs, "", "Token files or patterns; or a config, for the files it names")
       ->required();
-  command.add_option("--dtype", options.dtype, "Type of a token id in raw files (default: uint16)")
+  add(command, "--dtype", options.dtype, "", "Type of a token id in raw files (default: uint16)")
       ->check(CLI::IsMember({"uint16", "uint32"}));
-  command.add_option("--document-start", options.document_ids.start, "Token id that begins a document")
-      ->check(kNotNegative)
-      ->default_str("");
-  command.add_option("--document-end", options.document_ids.end, "Token id that ends a document")
-      ->check(kNotNegative)
-      ->default_str("");
-  command.add_option("--set", options.overrides, "Override a key of the config")
-      ->type_name("KEY=VALUE")
-      ->allow_extra_args(false);
-  CLI::Option& show = *command.add_option(
-      "--show", options.show, "Print the text of the first N sequences, targets and documents marked, and no more");
-  show.type_name("N")->check(kPositive)->default_str("");
-  command
-      .add_option("--tokenizer", options.tokenizer,
-                  "Folder of the tokenizer for --show (default: data.tokenizer, or the one beside the files)")
-      ->type_name("FOLDER")
-      ->needs(&show);
-  command.add_flag("--json", options.json, "Print one line of JSON for each file")->excludes(&show);
+  const auto add_id = [&](const char* name, auto& id, const char* help) {
+    command.add_option(name, id, help)->check(kNotNegative)->default_str("");
+  };
+  add_id("--document-start", options.document_ids.start, "Token id that begins a document");
+  add_id("--document-end", options.document_ids.end, "Token id that ends a document");
+  add_repeated(command, "--set", options.overrides, "KEY=VALUE", "Override a key of the config");
+  CLI::Option* show = add(command, "--show", options.show, "N",
+                          "Print the text of the first N sequences, targets and documents marked, and no more");
+  show->check(kPositive)->default_str("");
+  add(command, "--tokenizer", options.tokenizer, "FOLDER",
+      "Folder of the tokenizer for --show (default: data.tokenizer, or the one beside the files)")
+      ->needs(show);
+  command.add_flag("--json", options.json, "Print one line of JSON for each file")->excludes(show);
 }
 
 void add_config(CLI::App& app, ConfigOptions& options) {
