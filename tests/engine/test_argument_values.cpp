@@ -49,7 +49,7 @@ TEST_CASE("short forms of arguments are written out", "[engine][arguments]") {
 TEST_CASE("a size of memory may have a unit", "[engine][arguments]") {
   CHECK(without_gigabytes("80GB") == "80");
   CHECK(std::abs(parse_finite(without_gigabytes("24 GiB")).value() - 25.769803776) < 1e-9);
-  for (const char* text : {"80", "", "GB", "xGB", "80MB", "80 gb"}) CHECK(without_gigabytes(text) == text);
+  for (const char* text : {"80", "", "GB", "xGB", "80XB"}) CHECK(without_gigabytes(text) == text);
 }
 
 TEST_CASE("lists of tokens are read whole or refused", "[engine][arguments]") {

@@ -273,7 +273,6 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
        },
        "data.document_end model.vocab_size"},
       {[](Config& c) { c.optimizer.lr = std::nan(""); }, "optimizer.lr"},
-      {[](Config& c) { c.precision.compute = DType::kE4M3; }, "precision.compute"},
       {[](Config& c) { c.model.num_heads = 0; }, "model.num_heads"},
       {[](Config& c) { c.data.train = {""}; }, "data.train"},
   }));

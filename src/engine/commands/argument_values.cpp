@@ -1,7 +1,6 @@
 #include "engine/commands/argument_values.h"
 
 #include <algorithm>
-#include <array>
 #include <cctype>
 #include <charconv>
 #include <cmath>
@@ -22,6 +21,24 @@ std::string_view dotted_key(std::string_view argument) {
   const bool is_dotted =
       key.find('.') != std::string_view::npos && std::isalpha(static_cast<unsigned char>(key[0])) != 0;
   return is_dotted && key.find_first_of(" /\t\n") == std::string_view::npos ? key : std::string_view();
+}
+
+// A number with a unit of memory, or of `unit` bytes without one, as a number of `unit` bytes.
+std::optional<double> parse_size(const std::string& text, double unit) {
+  constexpr std::pair<std::string_view, double> kUnits[] = {{"KB", 1e3},     {"MB", 1e6},     {"GB", 1e9},
+                                                            {"TB", 1e12},    {"KIB", 0x1p10}, {"MIB", 0x1p20},
+                                                            {"GIB", 0x1p30}, {"TIB", 0x1p40}};
+  std::string upper = text;
+  std::transform(upper.begin(), upper.end(), upper.begin(), [](unsigned char c) { return std::toupper(c); });
+  double factor = 1;
+  for (const auto& [name, bytes] : kUnits) {
+    if (!upper.ends_with(name)) continue;
+    upper.resize(upper.size() - name.size());
+    upper.resize(upper.find_last_not_of(' ') + 1);
+    factor = bytes / unit;
+  }
+  const std::optional<double> number = parse_finite(upper);
+  return number ? std::optional(*number * factor) : std::nullopt;
 }
 
 }  // namespace
@@ -78,36 +95,16 @@ std::vector<int32_t> parse_token_list(const std::string& text) {
 }
 
 int64_t parse_byte_size(const std::string& text) {
-  constexpr std::array<std::pair<std::string_view, double>, 9> kUnits{{{"", 1},
-                                                                       {"KB", 1e3},
-                                                                       {"MB", 1e6},
-                                                                       {"GB", 1e9},
-                                                                       {"TB", 1e12},
-                                                                       {"KIB", 0x1p10},
-                                                                       {"MIB", 0x1p20},
-                                                                       {"GIB", 0x1p30},
-                                                                       {"TIB", 0x1p40}}};
-  double number = 0;
-  const auto [rest, error] = std::from_chars(text.data(), text.data() + text.size(), number);
-  std::string unit(rest, text.data() + text.size());
-  std::transform(unit.begin(), unit.end(), unit.begin(), [](unsigned char c) { return std::toupper(c); });
-  const auto found = std::find_if(kUnits.begin(), kUnits.end(), [&](const auto& u) { return u.first == unit; });
-  const double bytes = found == kUnits.end() ? 0 : number * found->second;
-  if (error != std::errc() || !(bytes >= 1 && bytes < 1e18)) {
+  const double bytes = parse_size(text, 1).value_or(0);
+  if (!(bytes >= 1 && bytes < 1e18)) {
     throw_bad_input("--shard-size: expected a size such as 5GB or 500MB, got \"{}\"", printable(text));
   }
   return static_cast<int64_t>(bytes);
 }
 
 std::string without_gigabytes(const std::string& text) {
-  constexpr std::array<std::pair<std::string_view, double>, 2> kUnits{{{"GiB", 0x1p30 / 1e9}, {"GB", 1}}};
-  for (const auto& [unit, gigabytes] : kUnits) {
-    if (!text.ends_with(unit)) continue;
-    std::string number = text.substr(0, text.size() - unit.size());
-    number.resize(number.find_last_not_of(' ') + 1);
-    if (const std::optional<double> value = parse_finite(number)) return fmt::format("{}", *value * gigabytes);
-  }
-  return text;
+  const std::optional<double> gigabytes = parse_size(text, 1e9);
+  return gigabytes ? fmt::format("{}", *gigabytes) : text;
 }
 
 }  // namespace parka

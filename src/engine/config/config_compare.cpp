@@ -26,28 +26,23 @@ RopeScalingConfig used_keys(const RopeScalingConfig& s) {
   return used;
 }
 
-// With the keys of other methods at their defaults.
-FinetuneConfig used_keys(const FinetuneConfig& f) {
-  FinetuneConfig used;
-  used.method = f.method;
-  if (f.method == FinetuneMethod::kFull) return used;
-  used.base = f.base;
-  if (f.method == FinetuneMethod::kLora) {
-    used.rank = f.rank;
-    used.alpha = f.alpha;
-    used.rslora = f.rslora;
-    used.dropout = f.dropout;
-    // In one order: each layer has an adapter or none.
-    std::erase_if(used.targets,
-                  [&](const std::string& target) { return std::ranges::count(f.targets, target) == 0; });
-    return used;
+// Sets the keys of other methods to their defaults.
+void keep_used_keys(Config& c) {
+  const FinetuneConfig given = c.finetune;
+  Config defaults;
+  const ConfigTable standard = make_config_table(defaults);
+  for (const ConfigField& field : make_config_table(c).fields) {
+    if (section_of(field.path) != "finetune") continue;
+    const std::string_view key = key_of(field.path);
+    const bool is_full = given.method == FinetuneMethod::kFull;
+    if (is_full ? key == "method" : is_used_by(given.method, given.downsample, key)) continue;
+    set_field(field, get_field(*standard.find(field.path)));
   }
-  used.reduction = f.reduction;
-  used.downsample = f.downsample;
-  used.mix = f.mix;
-  used.kept = f.kept;
-  if (f.downsample == Downsampling::kLora || f.downsample == Downsampling::kAdapter) used.rank = f.rank;
-  return used;
+  // In one order: each layer has an adapter or none.
+  if (given.method != FinetuneMethod::kLora) return;
+  c.finetune.targets = defaults.finetune.targets;
+  std::erase_if(c.finetune.targets,
+                [&](const std::string& target) { return std::ranges::count(given.targets, target) == 0; });
 }
 
 // The same run written in one way only: defaults that stand for another key filled in, keys without effect set to
@@ -61,7 +56,7 @@ Config canonical(const Config& config) {
   if (c.model.sliding_window > 0) c.model.local_rope_theta = c.model.windowed_rope_theta();
   c.model.rope_scaling = used_keys(c.model.rope_scaling);
   if (c.model.init != InitKind::kNormal) c.model.init_std = defaults.model.init_std;
-  c.finetune = used_keys(c.finetune);
+  keep_used_keys(c);
   if (!is_float8(c.optimizer.states)) c.optimizer.exp_avg_sq_format = defaults.optimizer.exp_avg_sq_format;
   // The value on several GPUs: one has nothing to divide.
   c.precision.weight_copies = kept_copies(c.precision, make_zero(c.distributed.zero_stage, 0, 2), c.finetune.base);

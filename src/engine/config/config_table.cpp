@@ -125,10 +125,6 @@ std::string limit_problem(const std::string& value) {
   return {};
 }
 
-std::string limit_problem(const std::string& value, const TextField& field) {
-  return value.empty() && field.may_be_empty ? std::string() : limit_problem(value);
-}
-
 std::string set_integer(const IntegerField& field, const json& value) {
   if (!value.is_number()) return wrong_type("an integer", value);
   const std::optional<int64_t> number = exact_integer(value);
@@ -138,34 +134,38 @@ std::string set_integer(const IntegerField& field, const json& value) {
   return problem;
 }
 
-std::string set_real(const RealField& field, const json& value) {
+// Reads one value into `number` or `text`, unless the result is a problem.
+std::string set_real(double& number, RealRange range, const json& value) {
   if (!value.is_number()) return wrong_type("a number", value);
-  const auto number = value.get<double>();
-  const std::string problem = limit_problem(number, field.range);
-  if (problem.empty()) *field.value = number;
+  const std::string problem = limit_problem(value.get<double>(), range);
+  if (problem.empty()) number = value.get<double>();
   return problem;
+}
+
+std::string set_text(std::string& text, bool may_be_empty, const json& value) {
+  if (!value.is_string()) return wrong_type("a string", value);
+  const auto& given = value.get_ref<const std::string&>();
+  const std::string problem = given.empty() && may_be_empty ? "" : limit_problem(given);
+  if (problem.empty()) text = given;
+  return problem;
+}
+
+template <typename Element, typename Set>
+std::string set_list(std::vector<Element>& list, const json& value, Set set) {
+  std::vector<Element> elements(value.size());
+  for (size_t i = 0; i < value.size(); ++i) {
+    if (const std::string problem = set(elements[i], value[i]); !problem.empty()) {
+      return fmt::format("entry {}: {}", i, problem);
+    }
+  }
+  list = std::move(elements);
+  return {};
 }
 
 std::string set_real_list(const RealListField& field, const json& value) {
   if (!value.is_array()) return wrong_type("an array of numbers", value);
-  std::vector<double> numbers;
-  for (size_t i = 0; i < value.size(); ++i) {
-    if (!value[i].is_number()) return fmt::format("entry {}: {}", i, wrong_type("a number", value[i]));
-    numbers.push_back(value[i].get<double>());
-    if (const std::string problem = limit_problem(numbers.back(), field.range); !problem.empty()) {
-      return fmt::format("entry {}: {}", i, problem);
-    }
-  }
-  *field.value = std::move(numbers);
-  return {};
-}
-
-std::string set_text(const TextField& field, const json& value) {
-  if (!value.is_string()) return wrong_type("a string", value);
-  const auto& text = value.get_ref<const std::string&>();
-  const std::string problem = limit_problem(text, field);
-  if (problem.empty()) *field.value = text;
-  return problem;
+  return set_list(*field.value, value,
+                  [&](double& number, const json& one) { return set_real(number, field.range, one); });
 }
 
 std::string set_text_list(const TextListField& field, const json& value) {
@@ -176,16 +176,8 @@ std::string set_text_list(const TextListField& field, const json& value) {
         is_unquoted ? "quote it for the shell, as in --set 'KEY=[\"TEXT\"]'" : "write it in square brackets");
   }
   if (!value.is_array()) return wrong_type("an array of strings", value);
-  std::vector<std::string> texts;
-  for (size_t i = 0; i < value.size(); ++i) {
-    if (!value[i].is_string()) return fmt::format("entry {}: {}", i, wrong_type("a string", value[i]));
-    texts.push_back(value[i].get<std::string>());
-    if (const std::string problem = limit_problem(texts.back()); !problem.empty()) {
-      return fmt::format("entry {}: {}", i, problem);
-    }
-  }
-  *field.value = std::move(texts);
-  return {};
+  return set_list(*field.value, value,
+                  [](std::string& text, const json& one) { return set_text(text, false, one); });
 }
 
 std::vector<std::string> names_of(const EnumField& field) {
@@ -238,8 +230,8 @@ std::string set_field(const ConfigField& field, const json& value) {
                           return std::string();
                         },
                         [&](const IntegerField& f) { return set_integer(f, value); },
-                        [&](const RealField& f) { return set_real(f, value); },
-                        [&](const TextField& f) { return set_text(f, value); },
+                        [&](const RealField& f) { return set_real(*f.value, f.range, value); },
+                        [&](const TextField& f) { return set_text(*f.value, f.may_be_empty, value); },
                         [&](const TextListField& f) { return set_text_list(f, value); },
                         [&](const RealListField& f) { return set_real_list(f, value); },
                         [&](const EnumField& f) { return set_enum(f, value); },
@@ -256,35 +248,6 @@ ordered_json get_field(const ConfigField& field) {
                           throw_internal("{} is not a value of its enum", *f.value);
                         },
                         [](const auto& f) { return ordered_json(*f.value); },
-                    },
-                    field.target);
-}
-
-std::string field_problem(const ConfigField& field) {
-  return std::visit(Overloaded{
-                        [](const BooleanField&) { return std::string(); },
-                        [](const IntegerField& f) { return limit_problem(*f.value, f); },
-                        [](const RealField& f) { return limit_problem(*f.value, f.range); },
-                        [](const TextField& f) { return limit_problem(*f.value, f); },
-                        [](const TextListField& f) {
-                          for (const std::string& text : *f.value) {
-                            if (std::string problem = limit_problem(text); !problem.empty()) return problem;
-                          }
-                          return std::string();
-                        },
-                        [](const RealListField& f) {
-                          for (const double number : *f.value) {
-                            if (std::string problem = limit_problem(number, f.range); !problem.empty())
-                              return problem;
-                          }
-                          return std::string();
-                        },
-                        [](const EnumField& f) {
-                          for (const auto& choice : f.choices) {
-                            if (choice.value == *f.value) return std::string();
-                          }
-                          return fmt::format("not valid; allowed: {}", fmt::join(names_of(f), ", "));
-                        },
                     },
                     field.target);
 }

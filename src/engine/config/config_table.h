@@ -81,9 +81,6 @@ std::string set_field(const ConfigField& field, const nlohmann::json& value);
 // The field's value as JSON.
 nlohmann::ordered_json get_field(const ConfigField& field);
 
-// Why the field's present value is invalid; empty if it is within the field's limits.
-std::string field_problem(const ConfigField& field);
-
 // The integer that a JSON value is; 1e3 and 16.0 are integers, too, as in JSON Schema. nullopt for others.
 std::optional<int64_t> exact_integer(const nlohmann::json& value);
 

@@ -20,7 +20,7 @@ namespace {
 void check_limits(const Config& config) {
   Config copy = config;
   for (const ConfigField& field : make_config_table(copy).fields) {
-    const std::string problem = field_problem(field);
+    const std::string problem = set_field(field, get_field(field));
     if (!problem.empty()) throw_bad_input("{}: {}", field.path, problem);
   }
 }
