@@ -125,8 +125,7 @@ Manifest::File ObservedFiles::write_file(const std::string& path,
     }
   });
   announce("sync", path);
-  file.sync();
-  file.close();
+  file.sync_and_close();
   return {fs::path(path).filename().string(), file.num_bytes(), file.checksum()};
 }
 

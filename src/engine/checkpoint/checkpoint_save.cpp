@@ -355,8 +355,7 @@ void check_run_folder_writable(const std::string& folder) {
   try {
     OutputFile file(probe);
     file.write(as_bytes("Parka checks that it can write here.\n"));
-    file.sync();
-    file.close();
+    file.sync_and_close();
     sync_directory(folder);
     remove_tree(probe);
   } catch (...) {

@@ -41,20 +41,13 @@ void write_side_network(const LoadedCheckpoint& checkpoint, const Config& config
   const CheckpointWeights weights(checkpoint, parameters);
   std::vector<HostTensor> tensors;
   for (const ParameterInfo& p : parameters) {
-    HostTensor& tensor = tensors.emplace_back(HostTensor{p.name, DType::kF32, {p.rows, p.cols}, {}});
     const std::vector<float> values = weights.read(p, {0, p.numel()}, WeightForm::kMaster);
-    tensor.bytes.resize(values.size() * sizeof(float));
-    encode_floats(values, DType::kF32, tensor.bytes);
+    tensors.push_back(float_tensor(p.name, {p.rows, p.cols}, values));
   }
-  std::vector<const HostTensor*> pointers;
-  pointers.reserve(tensors.size());
-  for (const HostTensor& tensor : tensors) pointers.push_back(&tensor);
   DraftFolder draft(out);
   write_new_file(draft / "side_config.json", side_config(checkpoint, config).dump(2) + "\n");
   OutputFile file(draft / "side_network.safetensors");
-  write_safetensors(pointers, {{"format", "pt"}}, [&](ByteSpan bytes) { file.write(bytes); });
-  file.sync();
-  file.close();
+  write_safetensors(tensors, {{"format", "pt"}}, file);
   draft.publish();
 }
 

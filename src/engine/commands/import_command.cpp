@@ -254,47 +254,45 @@ class Importer {
     OutputFile file(draft / name);
     file.write(as_bytes(encode_safetensors_header(entries, {})));
     for (const Target* target : shard) {
-      for (const Target::Source& source : target->sources) {
-        const int64_t columns = target->entry.shape.back();
-        if (source.columns != 0 && source.columns < columns) {
-          copy_rows(source, columns, target->entry.dtype, file);
-        } else {
-          copy(*source.place, target->entry.dtype, file);
-        }
-      }
+      for (const Target::Source& source : target->sources) copy(source, target->entry, file);
       write_made_rows(*target, file);
     }
-    file.sync();
-    Manifest::File written{name, file.num_bytes(), file.checksum()};
-    file.close();
-    return written;
+    file.sync_and_close();
+    return {name, file.num_bytes(), file.checksum()};
   }
 
-  void copy(const HuggingFaceWeights::Place& source, DType dtype, OutputFile& file) const {
-    std::vector<std::byte> bytes;
+  void copy(const Target::Source& source, const SafetensorsEntry& target, OutputFile& file) const {
+    const SafetensorsEntry& entry = source.place->entry;
+    const int64_t columns = target.shape.back();
+    const bool is_padded = source.columns < columns;  // a patch embedding, which is small
+    ValueCheck check = check_of(*source.place);
     std::vector<float> values;
-    ValueCheck check = check_of(source);
-    if (const auto found = quantized_.find(source.entry.name); found != quantized_.end()) {
-      values = decode_bitsandbytes(source_.weights, found->second, source.entry.dtype,
-                                   num_elements_of(source.entry.shape));
-      check.add(DType::kF32, std::as_bytes(std::span(values)));
-      write_values(values, dtype, file);
-      end(check, source);
-      return;
-    }
-    for (int64_t begin = 0; begin < source.entry.num_bytes; begin += kPieceBytes) {
-      bytes.resize(static_cast<size_t>(std::min(kPieceBytes, source.entry.num_bytes - begin)));
-      source_.weights.files[source.file].read(source.entry.offset + begin, bytes);
-      check.add(source.entry.dtype, bytes);
-      if (source.entry.dtype == dtype) {
-        file.write(bytes);
-      } else {
-        values.resize(bytes.size() / static_cast<size_t>(size_of(source.entry.dtype)));
-        decode_floats(source.entry.dtype, bytes, values);
-        file.write(std::as_bytes(std::span(values)));
+    const auto write = [&](DType dtype, ByteSpan bytes) {
+      check.add(dtype, bytes);
+      if (dtype == target.dtype && !is_padded) return file.write(bytes);
+      values.resize(bytes.size() / static_cast<size_t>(size_of(dtype)));
+      decode_floats(dtype, bytes, values);
+      if (!is_padded) return write_values(values, target.dtype, file);
+      std::vector<float> row(static_cast<size_t>(columns));
+      for (auto begin = values.cbegin(); begin != values.cend(); begin += source.columns) {
+        std::copy_n(begin, source.columns, row.begin());
+        write_values(row, target.dtype, file);
+      }
+    };
+    if (const auto found = quantized_.find(entry.name); found != quantized_.end()) {
+      const std::vector<float> decoded =
+          decode_bitsandbytes(source_.weights, found->second, entry.dtype, num_elements_of(entry.shape));
+      write(DType::kF32, std::as_bytes(std::span(decoded)));
+    } else {
+      const int64_t most = is_padded ? entry.num_bytes : kPieceBytes;
+      std::vector<std::byte> bytes;
+      for (int64_t begin = 0; begin < entry.num_bytes; begin += most) {
+        bytes.resize(static_cast<size_t>(std::min(most, entry.num_bytes - begin)));
+        source_.weights.files[source.place->file].read(entry.offset + begin, bytes);
+        write(entry.dtype, bytes);
       }
     }
-    end(check, source);
+    end(check, *source.place);
   }
 
   static void write_values(std::span<const float> values, DType dtype, OutputFile& file) {
@@ -346,22 +344,6 @@ class Importer {
     }
     for (size_t i = 0; i < sums.size(); ++i) values[i] = static_cast<float>(sums[i] / static_cast<double>(rows));
     return values;
-  }
-
-  // With zeros after each row; of a patch embedding, which is small.
-  void copy_rows(const Target::Source& source, int64_t columns, DType dtype, OutputFile& file) const {
-    const SafetensorsEntry& entry = source.place->entry;
-    std::vector<std::byte> bytes(static_cast<size_t>(entry.num_bytes));
-    source_.weights.files[source.place->file].read(entry.offset, bytes);
-    ValueCheck check = check_of(*source.place);
-    check.add(entry.dtype, bytes);
-    end(check, *source.place);
-    std::vector<float> values(static_cast<size_t>(num_elements_of(entry.shape))), row(static_cast<size_t>(columns));
-    decode_floats(entry.dtype, bytes, values);
-    for (auto begin = values.cbegin(); begin != values.cend(); begin += source.columns) {
-      std::copy_n(begin, source.columns, row.begin());
-      write_values(row, dtype, file);
-    }
   }
 
   // Evaluation and generation round nothing unless they are told to.

@@ -170,8 +170,9 @@ void OutputFile::write(ByteSpan bytes) {
   num_bytes_ += static_cast<int64_t>(bytes.size());
 }
 
-void OutputFile::sync() {
+void OutputFile::sync_and_close() {
   if (retry([&] { return ::fsync(file_.get()); }) == -1) throw_io_error("sync", path_, errno);
+  close();
 }
 
 void OutputFile::close() {
@@ -329,8 +330,7 @@ void replace_file(const std::string& path, const std::function<void(OutputFile& 
   OutputFile file = open_draft(draft);
   try {
     write(file);
-    file.sync();
-    file.close();
+    file.sync_and_close();
     rename_path(draft, path);
   } catch (const Error&) {
     std::error_code ignored;
@@ -491,16 +491,14 @@ void DraftFolder::publish() {
 void write_new_file(const std::string& path, const std::string& text) {
   OutputFile file(path);
   file.write(as_bytes(text));
-  file.sync();
-  file.close();
+  file.sync_and_close();
 }
 
 void copy_to_new_file(const std::string& from, const std::string& to) {
   const InputFile source(from);
   OutputFile file(to);
   copy_bytes(source, 0, source.num_bytes(), file);
-  file.sync();
-  file.close();
+  file.sync_and_close();
 }
 
 }  // namespace parka

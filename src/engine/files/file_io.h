@@ -68,7 +68,7 @@ class OutputFile {
   explicit OutputFile(std::string path);  // throws when `path` exists
 
   void write(ByteSpan bytes);
-  void sync();
+  void sync_and_close();
   void close();  // network file systems report failed writes here
 
   int64_t num_bytes() const { return num_bytes_; }

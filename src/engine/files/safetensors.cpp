@@ -203,6 +203,14 @@ void write_safetensors(const std::vector<const HostTensor*>& tensors, const Safe
   for (const HostTensor* tensor : ordered) tensor->read(sink);
 }
 
+void write_safetensors(const std::vector<HostTensor>& tensors, const SafetensorsMetadata& metadata,
+                       OutputFile& file) {
+  std::vector<const HostTensor*> pointers;
+  for (const HostTensor& tensor : tensors) pointers.push_back(&tensor);
+  write_safetensors(pointers, metadata, [&](ByteSpan bytes) { file.write(bytes); });
+  file.sync_and_close();
+}
+
 std::string encode_safetensors_header(const std::vector<SafetensorsEntry>& tensors,
                                       const SafetensorsMetadata& metadata) {
   nlohmann::ordered_json::object_t header;  // by its key a member would be looked for among all
@@ -313,6 +321,11 @@ void decode_floats(DType dtype, ByteSpan bytes, std::span<float> values) {
     case DType::kF16: return decode_each<Float16>(bytes, values, decode_fp16);
     default: throw_internal("{} is not a plain float", name_of(dtype));
   }
+}
+
+HostTensor float_tensor(std::string name, std::vector<int64_t> shape, std::span<const float> values) {
+  const ByteSpan bytes = std::as_bytes(values);
+  return {std::move(name), DType::kF32, std::move(shape), {bytes.begin(), bytes.end()}};
 }
 
 void encode_floats(std::span<const float> values, DType dtype, std::span<std::byte> bytes) {

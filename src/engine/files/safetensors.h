@@ -70,6 +70,10 @@ using SafetensorsMetadata = std::map<std::string, std::string>;
 void write_safetensors(const std::vector<const HostTensor*>& tensors, const SafetensorsMetadata& metadata,
                        const ByteSink& sink);
 
+// The same into a file, which is then durable and closed.
+void write_safetensors(const std::vector<HostTensor>& tensors, const SafetensorsMetadata& metadata,
+                       OutputFile& file);
+
 // The beginning of a file, length and header, for these tensors (only name, dtype and shape count), back to back in
 // this order. It is padded, so that the tensors' bytes begin at a multiple of 8.
 std::string encode_safetensors_header(const std::vector<SafetensorsEntry>& tensors,
@@ -103,6 +107,8 @@ inline bool is_plain_float(DType dtype) {
 
 // Exact. `bytes` holds values.size() elements of a plain float dtype, at any alignment.
 void decode_floats(DType dtype, ByteSpan bytes, std::span<float> values);
+// A tensor of fp32 values.
+HostTensor float_tensor(std::string name, std::vector<int64_t> shape, std::span<const float> values);
 // Rounds to nearest, ties to even.
 void encode_floats(std::span<const float> values, DType dtype, std::span<std::byte> bytes);
 

@@ -158,8 +158,7 @@ size_t write_huggingface_weights(const std::string& folder, const std::vector<Sa
     OutputFile file(joined(folder, name));
     file.write(as_bytes(encode_safetensors_header(entries, {{"format", "pt"}})));
     for (const size_t tensor : files[i]) write(tensor, file);
-    file.sync();
-    file.close();
+    file.sync_and_close();
     for (const SafetensorsEntry& entry : entries) {
       weight_map[entry.name] = name;
       total_bytes += num_bytes_of(entry.dtype, entry.shape);

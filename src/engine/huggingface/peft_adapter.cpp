@@ -37,14 +37,6 @@ std::string peft_name(std::string_view weight, const char* factor) {
   return fmt::format("base_model.model.{}.{}.weight", weight, factor);
 }
 
-HostTensor read_factor(const CheckpointWeights& weights, const ParameterInfo& factor, std::string name) {
-  HostTensor tensor{std::move(name), DType::kF32, {factor.rows, factor.cols}, {}};
-  const std::vector<float> values = weights.read(factor, {0, factor.numel()}, WeightForm::kMaster);
-  tensor.bytes.resize(values.size() * sizeof(float));
-  encode_floats(values, DType::kF32, tensor.bytes);
-  return tensor;
-}
-
 std::vector<HostTensor> read_factors(const LoadedCheckpoint& checkpoint, const std::vector<PeftTensor>& factors) {
   std::vector<ParameterInfo> parameters;
   parameters.reserve(factors.size());
@@ -52,7 +44,10 @@ std::vector<HostTensor> read_factors(const LoadedCheckpoint& checkpoint, const s
   const CheckpointWeights reader(checkpoint, parameters);
   std::vector<HostTensor> tensors;
   tensors.reserve(factors.size());
-  for (const PeftTensor& factor : factors) tensors.push_back(read_factor(reader, factor.parameter, factor.name));
+  for (const auto& [name, p] : factors) {
+    const std::vector<float> values = reader.read(p, {0, p.numel()}, WeightForm::kMaster);
+    tensors.push_back(float_tensor(name, {p.rows, p.cols}, values));
+  }
   std::ranges::sort(tensors, {}, &HostTensor::name);
   return tensors;
 }
@@ -98,15 +93,10 @@ void write_peft_adapter(const LoadedCheckpoint& checkpoint, const Config& config
                     name_of(config.finetune.method));
   }
   const std::vector<HostTensor> tensors = read_factors(checkpoint, peft_tensors(config, family));
-  std::vector<const HostTensor*> pointers;
-  pointers.reserve(tensors.size());
-  for (const HostTensor& tensor : tensors) pointers.push_back(&tensor);
   DraftFolder draft(out);
   write_new_file(draft / "adapter_config.json", peft_config(config.finetune, base).dump(2) + "\n");
   OutputFile file(draft / "adapter_model.safetensors");
-  write_safetensors(pointers, {{"format", "pt"}}, [&](ByteSpan bytes) { file.write(bytes); });
-  file.sync();
-  file.close();
+  write_safetensors(tensors, {{"format", "pt"}}, file);
   draft.publish();
 }
 
@@ -205,10 +195,7 @@ std::vector<HostTensor> read_tensors(const std::string& folder, const Config& co
     ValueCheck check(file, entry, /*may_be_zero=*/wanted.name.find("lora_B") != std::string::npos);
     check.add(entry.dtype, bytes);
     check.finish();
-    HostTensor tensor{p.name, DType::kF32, {p.rows, p.cols}, {}};
-    const std::span<const std::byte> exact = std::as_bytes(std::span(values));
-    tensor.bytes.assign(exact.begin(), exact.end());
-    tensors.push_back(std::move(tensor));
+    tensors.push_back(float_tensor(p.name, {p.rows, p.cols}, values));
     entries.erase(found);
   }
   if (!entries.empty()) {
@@ -287,23 +274,17 @@ std::string import_peft_adapter(const std::string& folder, const LoadedCheckpoin
   config.checkpoint.init_from = described.at("checkpoint").get<std::string>();
   validate(config);
   const std::vector<HostTensor> tensors = read_tensors(folder, config, base.path());
-  std::vector<const HostTensor*> pointers;
   int64_t num_parameters = 0;
-  for (const HostTensor& tensor : tensors) {
-    pointers.push_back(&tensor);
-    num_parameters += num_elements_of(tensor.shape);
-  }
+  for (const HostTensor& tensor : tensors) num_parameters += num_elements_of(tensor.shape);
   DraftFolder draft(out);
   OutputFile file(draft / shard_name(0));
-  write_safetensors(pointers, {}, [&](ByteSpan bytes) { file.write(bytes); });
-  file.sync();
+  write_safetensors(tensors, {}, file);
   Manifest manifest{.step = 0,
                     .state = {{"config", to_json(config)},
                               {kMaxPositionsKey, max_positions_of(base, config.data.sequence_length)},
                               {kBaseKey, described}},
                     .files = {{shard_name(0), file.num_bytes(), file.checksum()}},
                     .num_tensors = static_cast<int64_t>(tensors.size())};
-  file.close();
   write_new_file(draft / "config.json", training_config(config, out));
   write_new_file(draft / std::string(kManifestName), encode_manifest(manifest));
   draft.publish();
