@@ -79,10 +79,8 @@ class PieceTable {
   }
 
   static int64_t integer(const json& value, const std::string& where) {
-    if (!value.is_number_unsigned() || value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) {
-      throw_bad_input("{}: shape and place of its piece must hold integers from 0 to 2^63 - 1", where);
-    }
-    return value.get<int64_t>();
+    if (const std::optional<int64_t> count = parse_count(value)) return *count;
+    throw_bad_input("{}: shape and place of its piece must hold integers from 0 to 2^63 - 1", where);
   }
 
   const std::string& where_;

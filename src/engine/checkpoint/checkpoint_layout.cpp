@@ -38,25 +38,6 @@ std::string seal(std::string_view body) {
   return fmt::format(",\n  \"manifest_xxh3_128\": \"{}\"\n}}\n", checksum.hex());
 }
 
-// A typed read of one field. The messages are for a manifest whose checksum holds, so for one that another program
-// wrote or a later version of Parka.
-const json& field(const json& object, const char* key, json::value_t type, std::string_view where) {
-  const auto it = object.find(key);
-  if (it == object.end()) throw_bad_input("{}: has no \"{}\"", where, key);
-  if (it->type() != type) throw_bad_input("{}: \"{}\" has the wrong type", where, key);
-  return *it;
-}
-
-int64_t count(const json& object, const char* key, std::string_view where) {
-  const auto value = field(object, key, json::value_t::number_unsigned, where).get<uint64_t>();
-  if (value > static_cast<uint64_t>(INT64_MAX)) throw_bad_input("{}: \"{}\" is out of range", where, key);
-  return static_cast<int64_t>(value);
-}
-
-std::string text(const json& object, const char* key, std::string_view where) {
-  return field(object, key, json::value_t::string, where).get<std::string>();
-}
-
 // The order of the files is fixed, so that each of them has its one possible name or is refused.
 void check_file_names(const Manifest& manifest, std::string_view where) {
   int rank = 0;
@@ -124,13 +105,9 @@ std::string set_aside(const std::string& path) {
 
 std::vector<StepFolder> list_step_folders(const std::string& run_folder) {
   std::vector<StepFolder> folders;
-  std::error_code error;
-  fs::directory_iterator it(run_folder, error);
-  if (error == std::errc::no_such_file_or_directory) return folders;
-  for (; !error && it != fs::directory_iterator(); it.increment(error)) {
-    if (const auto folder = parse_step_folder_name(it->path().filename().string())) folders.push_back(*folder);
+  for (const std::string& name : list_names(run_folder)) {
+    if (const auto folder = parse_step_folder_name(name)) folders.push_back(*folder);
   }
-  if (error) throw_open_error("list run folder", run_folder, error.value());
   std::sort(folders.begin(), folders.end(), [](const StepFolder& a, const StepFolder& b) {
     return std::make_tuple(-a.step, a.kind) < std::make_tuple(-b.step, b.kind);
   });
@@ -155,8 +132,8 @@ std::vector<Manifest::File> parse_files(const json& files, std::string_view wher
   std::vector<Manifest::File> parsed;
   parsed.reserve(files.size());
   for (const json& file : files) {
-    if (!file.is_object()) throw_bad_input("{}: \"files\" must hold objects", where);
-    parsed.push_back({text(file, "name", where), count(file, "bytes", where), text(file, "xxh3_128", where)});
+    const JsonReader reader(file, fmt::format("{}: \"files\"", where));
+    parsed.push_back({reader.text("name"), reader.integer("bytes"), reader.text("xxh3_128")});
   }
   return parsed;
 }
@@ -199,32 +176,26 @@ Manifest parse_manifest(std::string_view content, std::string_view where) {
     throw_bad_input("{}: its content does not match its own checksum: cut short or damaged", where);
   }
   const json root = parse_json_text(content, where, JsonComments::kRefused);
-  if (!root.is_object() || text(root, "format", where) != kFormat) {
-    throw_bad_input("{}: is not the manifest of a Parka checkpoint", where);
-  }
-  const int64_t version = count(root, "version", where);
+  const JsonReader reader(root, std::string(where));
+  if (reader.text("format") != kFormat) reader.fail("is not the manifest of a Parka checkpoint");
+  const int64_t version = reader.integer("version");
   if (version != kVersion && version != kVersionOfRanks) {
     throw UnknownVersion(
         fmt::format("{}: has format version {}, this Parka reads versions {} and {}: use the Parka that wrote it",
                     where, version, kVersion, kVersionOfRanks));
   }
-  if (!field(root, "complete", json::value_t::boolean, where).get<bool>()) {
-    throw_bad_input("{}: says that the checkpoint is not complete", where);
-  }
+  if (reader.member("complete") != true) reader.fail("\"complete\" is not true");
   Manifest manifest;
-  manifest.step = count(root, "step", where);
-  if (!root.contains("state")) throw_bad_input("{}: has no \"state\"", where);
-  manifest.state = root["state"];
+  manifest.step = reader.integer("step");
+  manifest.state = reader.member("state");
   if (version == kVersionOfRanks) {
-    manifest.num_ranks = count(root, "ranks", where);
-    if (manifest.num_ranks < 2 || manifest.num_ranks > kMaxRanks) {
-      throw_bad_input("{}: \"ranks\" is out of range", where);
-    }
-    manifest.attempt = text(root, "attempt", where);
+    manifest.num_ranks = reader.integer("ranks", 2, kMaxRanks);
+    manifest.attempt = reader.text("attempt");
   }
-  manifest.files = parse_files(field(root, "files", json::value_t::array, where), where);
+  if (!reader.member("files").is_array()) reader.fail("\"files\" is not a list");
+  manifest.files = parse_files(reader.member("files"), where);
   check_file_names(manifest, where);
-  manifest.num_tensors = count(root, "tensors", where);
+  manifest.num_tensors = reader.integer("tensors");
   return manifest;
 }
 

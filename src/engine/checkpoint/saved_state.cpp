@@ -8,24 +8,15 @@
 
 #include "core/error.h"
 #include "engine/config/config_io.h"
+#include "engine/files/json_text.h"
 
 namespace parka {
 namespace {
 
 using nlohmann::json;
 
-const json& member(const LoadedCheckpoint& checkpoint, const json& object, const char* key) {
-  const auto found = object.find(key);
-  if (found == object.end()) throw_bad_input("{}: its state has no \"{}\"", checkpoint.path(), key);
-  return *found;
-}
-
-int64_t count(const LoadedCheckpoint& checkpoint, const json& object, const char* key) {
-  const json& value = member(checkpoint, object, key);
-  if (!value.is_number_unsigned() || value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) {
-    throw_bad_input("{}: \"{}\" in its state is not a non-negative integer", checkpoint.path(), key);
-  }
-  return value.get<int64_t>();
+JsonReader state_of(const LoadedCheckpoint& checkpoint) {
+  return {checkpoint.state(), checkpoint.path() + ": its state"};
 }
 
 // True if file_differences() can compare with it.
@@ -106,7 +97,7 @@ json with_values_of_its_version(json config) {
 }
 
 json saved_config(const LoadedCheckpoint& checkpoint) {
-  json config = without_removed_keys(member(checkpoint, checkpoint.state(), "config"));
+  json config = without_removed_keys(state_of(checkpoint).member("config"));
   return with_values_of_its_version(without_unused_keys(std::move(config)));
 }
 
@@ -130,7 +121,7 @@ Config inference_config_of(const LoadedCheckpoint& checkpoint, const std::vector
 
 int64_t max_positions_of(const LoadedCheckpoint& checkpoint, int64_t otherwise) {
   if (!checkpoint.state().contains(kMaxPositionsKey)) return otherwise;
-  return count(checkpoint, checkpoint.state(), kMaxPositionsKey);
+  return state_of(checkpoint).integer(kMaxPositionsKey);
 }
 
 SavedProgress read_progress(const LoadedCheckpoint& checkpoint) {
@@ -140,13 +131,12 @@ SavedProgress read_progress(const LoadedCheckpoint& checkpoint) {
         checkpoint.path());
   }
   const json& data = checkpoint.state().at("data");
+  const JsonReader state = state_of(checkpoint), position(data, state.where() + ": \"data\"");
   SavedProgress progress;
-  progress.applied_steps = count(checkpoint, checkpoint.state(), "applied_steps");
-  if (checkpoint.state().contains("skipped_in_a_row")) {
-    progress.skipped_in_a_row = count(checkpoint, checkpoint.state(), "skipped_in_a_row");
-  }
-  progress.position = {count(checkpoint, data, "epoch"), count(checkpoint, data, "consumed")};
-  const json& fingerprint = member(checkpoint, data, "fingerprint");
+  progress.applied_steps = state.integer("applied_steps");
+  if (state.has("skipped_in_a_row")) progress.skipped_in_a_row = state.integer("skipped_in_a_row");
+  progress.position = {position.integer("epoch"), position.integer("consumed")};
+  const json& fingerprint = position.member("fingerprint");
   if (!fingerprint.is_number_unsigned()) {
     throw_bad_input("{}: \"fingerprint\" in its state is not a fingerprint", checkpoint.path());
   }

@@ -221,4 +221,40 @@ json parse_json_if_valid(std::string_view text, const std::set<std::string>& lef
 
 ordered_json parse_ordered_json_if_valid(std::string_view text) { return build_if_valid<ordered_json>(text, {}); }
 
+std::optional<int64_t> parse_count(const json& value) {
+  if (!value.is_number_unsigned() || value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) return std::nullopt;
+  return value.get<int64_t>();
+}
+
+JsonReader::JsonReader(const json& object, std::string where, std::string_view remedy)
+    : object_(object), where_(std::move(where)), remedy_(remedy) {
+  if (!object.is_object()) fail("is not a JSON object");
+}
+
+const json& JsonReader::member(std::string_view key) const {
+  const auto found = object_.find(key);
+  if (found == object_.end()) fail(fmt::format("has no \"{}\"", key));
+  return *found;
+}
+
+int64_t JsonReader::integer(std::string_view key, int64_t min, int64_t max) const {
+  const std::optional<int64_t> value = parse_count(member(key));
+  if (!value || *value < min || *value > max) {
+    fail(fmt::format("\"{}\" is not an integer from {} to {}", key, min, max));
+  }
+  return *value;
+}
+
+std::string JsonReader::text(std::string_view key) const {
+  const json& value = member(key);
+  if (!value.is_string() || value.get_ref<const std::string&>().empty()) {
+    fail(fmt::format("\"{}\" is not a string", key));
+  }
+  return value.get<std::string>();
+}
+
+void JsonReader::fail(std::string_view problem) const {
+  throw_bad_input("{}: {}{}{}", where_, problem, remedy_.empty() ? "" : "; ", remedy_);
+}
+
 }  // namespace parka

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <optional>
 #include <set>
 #include <string>
 #include <string_view>
@@ -31,5 +32,26 @@ bool is_control(char c);  // an ASCII control character, which would break or ga
 
 // `text` for a one-line message: control characters and invalid UTF-8 escaped, long text shortened.
 std::string printable(std::string_view text);
+
+// A JSON value as an integer from 0 to 2^63 - 1; nullopt for others.
+std::optional<int64_t> parse_count(const nlohmann::json& value);
+
+// Typed reads of an object's members. All of its messages begin with `where` and end with `remedy`.
+class JsonReader {
+ public:
+  JsonReader(const nlohmann::json& object, std::string where, std::string_view remedy = {});
+
+  const nlohmann::json& member(std::string_view key) const;
+  int64_t integer(std::string_view key, int64_t min = 0, int64_t max = INT64_MAX) const;
+  std::string text(std::string_view key) const;  // which is not empty
+  bool has(std::string_view key) const { return object_.contains(key); }
+  const std::string& where() const { return where_; }
+  [[noreturn]] void fail(std::string_view problem) const;
+
+ private:
+  const nlohmann::json& object_;
+  std::string where_;
+  std::string_view remedy_;
+};
 
 }  // namespace parka

@@ -69,62 +69,36 @@ int64_t decode_length(ByteSpan start, int64_t file_bytes, std::string_view where
   return static_cast<int64_t>(length);
 }
 
-// Reads the entry of one tensor in a header. The checks name the tensor, so they go through its `where`.
-class EntryParser {
- public:
-  EntryParser(const std::string& name, const json& value, std::string_view file)
-      : name_(name), value_(value), where_(fmt::format("{}: tensor \"{}\"", file, printable(name))) {}
-
-  SafetensorsEntry parse(int64_t header_bytes) const {
-    if (!value_.is_object() || value_.size() != 3) {
-      throw_bad_input("{}: must be an object of dtype, shape and data_offsets", where_);
-    }
-    SafetensorsEntry entry{.name = name_, .dtype = dtype(), .shape = integers("shape")};
-    const std::vector<int64_t> range = integers("data_offsets");
-    if (range.size() != 2 || range[0] > range[1] || range[1] > INT64_MAX - header_bytes) {
-      throw_bad_input("{}: data_offsets are no first byte and end of bytes in a file", where_);
-    }
-    entry.offset = header_bytes + range[0];
-    entry.num_bytes = range[1] - range[0];
-    if (entry.num_bytes != num_bytes_of(entry.dtype, entry.shape)) {
-      throw_bad_input("{}: data_offsets span {} bytes, which is not what dtype and shape say", where_,
-                      entry.num_bytes);
-    }
-    return entry;
+std::vector<int64_t> integers_in(const JsonReader& reader, const char* key) {
+  const json& list = reader.member(key);
+  std::vector<int64_t> values;
+  for (const json& value : list) {
+    const std::optional<int64_t> count = list.is_array() ? parse_count(value) : std::nullopt;
+    if (!count) reader.fail(fmt::format("{} must be a list of integers from 0 to 2^63 - 1", key));
+    values.push_back(*count);
   }
+  return values;
+}
 
- private:
-  const json& field(const char* key) const {
-    const auto it = value_.find(key);
-    if (it == value_.end()) throw_bad_input("{}: has no {}", where_, key);
-    return *it;
+SafetensorsEntry parse_entry(const std::string& name, const json& value, int64_t header_bytes,
+                             std::string_view file) {
+  const JsonReader reader(value, fmt::format("{}: tensor \"{}\"", file, printable(name)));
+  if (value.size() != 3) reader.fail("must be an object of dtype, shape and data_offsets");
+  const std::string format = reader.text("dtype");
+  const std::optional<DType> dtype = parse_format_name(format);
+  if (!dtype) reader.fail(fmt::format("dtype \"{}\" is not one that Parka reads", printable(format)));
+  SafetensorsEntry entry{.name = name, .dtype = *dtype, .shape = integers_in(reader, "shape")};
+  const std::vector<int64_t> range = integers_in(reader, "data_offsets");
+  if (range.size() != 2 || range[0] > range[1] || range[1] > INT64_MAX - header_bytes) {
+    reader.fail("data_offsets are no first byte and end of bytes in a file");
   }
-
-  DType dtype() const {
-    const json& value = field("dtype");
-    if (!value.is_string()) throw_bad_input("{}: dtype must be a string", where_);
-    const auto& text = value.get_ref<const std::string&>();
-    if (const std::optional<DType> dtype = parse_format_name(text)) return *dtype;
-    throw_bad_input("{}: dtype \"{}\" is not one that Parka reads", where_, printable(text));
+  entry.offset = header_bytes + range[0];
+  entry.num_bytes = range[1] - range[0];
+  if (entry.num_bytes != num_bytes_of(entry.dtype, entry.shape)) {
+    reader.fail(fmt::format("data_offsets span {} bytes, which is not what dtype and shape say", entry.num_bytes));
   }
-
-  std::vector<int64_t> integers(const char* key) const {
-    const json& list = field(key);
-    if (!list.is_array()) throw_bad_input("{}: {} must be a list of integers", where_, key);
-    std::vector<int64_t> values;
-    for (const json& value : list) {
-      if (!value.is_number_unsigned() || value.get<uint64_t>() > static_cast<uint64_t>(INT64_MAX)) {
-        throw_bad_input("{}: {} must hold integers from 0 to 2^63 - 1", where_, key);
-      }
-      values.push_back(value.get<int64_t>());
-    }
-    return values;
-  }
-
-  const std::string& name_;
-  const json& value_;
-  std::string where_;
-};
+  return entry;
+}
 
 std::map<std::string, std::string> parse_metadata(const json& value, std::string_view where) {
   if (!value.is_object()) throw_bad_input("{}: {} must be an object", where, kMetadataKey);
@@ -249,7 +223,7 @@ SafetensorsHeader parse_safetensors_header(ByteSpan start, int64_t file_bytes, s
     if (name == kMetadataKey) {
       header.metadata = parse_metadata(value, where);
     } else {
-      header.tensors.push_back(EntryParser(name, value, where).parse(header.num_bytes));
+      header.tensors.push_back(parse_entry(name, value, header.num_bytes, where));
     }
   }
   check_layout(header, file_bytes, where);
