@@ -25,34 +25,45 @@ class ConfigReader {
     return it == object_.end() || it->is_null() ? nullptr : &*it;
   }
   int64_t integer(std::string_view key, std::optional<int64_t> otherwise = {}) const {
-    const nlohmann::json* value = find(key);
-    if (value == nullptr && otherwise) return *otherwise;
-    if (value == nullptr) fail("has no {}", key);
-    const std::optional<int64_t> whole = exact_integer(*value);
-    if (!whole || *whole < 1 || *whole > kMaxDimension) {
-      fail("{}: expected an integer from 1 to {}, got {}", key, kMaxDimension, describe_json(*value));
-    }
-    return *whole;
+    return read(key, otherwise, [&](const nlohmann::json& value) {
+      const std::optional<int64_t> whole = exact_integer(value);
+      if (!whole || *whole < 1 || *whole > kMaxDimension) {
+        fail("{}: expected an integer from 1 to {}, got {}", key, kMaxDimension, describe_json(value));
+      }
+      return *whole;
+    });
   }
   double number(std::string_view key, std::optional<double> otherwise = {}) const {
-    const nlohmann::json* value = find(key);
-    if (value == nullptr && otherwise) return *otherwise;
-    if (value == nullptr) fail("has no {}", key);
-    if (!value->is_number()) fail("{}: expected a number, got {}", key, describe_json(*value));
-    return value->get<double>();
+    return read(key, otherwise, [&](const nlohmann::json& value) {
+      if (!value.is_number()) fail("{}: expected a number, got {}", key, describe_json(value));
+      return value.get<double>();
+    });
   }
   bool flag(std::string_view key, std::optional<bool> otherwise = {}) const {
-    const nlohmann::json* value = find(key);
-    if (value == nullptr && otherwise) return *otherwise;
-    if (value == nullptr) fail("has no {}", key);
-    if (!value->is_boolean()) fail("{}: expected true or false, got {}", key, describe_json(*value));
-    return value->get<bool>();
+    return read(key, otherwise, [&](const nlohmann::json& value) {
+      if (!value.is_boolean()) fail("{}: expected true or false, got {}", key, describe_json(value));
+      return value.get<bool>();
+    });
   }
   std::string text(std::string_view key, const std::string& otherwise) const {
+    return read(key, std::optional(otherwise), [&](const nlohmann::json& value) {
+      if (!value.is_string()) fail("{}: expected a string, got {}", key, describe_json(value));
+      return value.get<std::string>();
+    });
+  }
+  // Fails unless the key is absent or has the only value that is supported.
+  void require(std::string_view key, const nlohmann::json& supported) const {
     const nlohmann::json* value = find(key);
-    if (value == nullptr) return otherwise;
-    if (!value->is_string()) fail("{}: expected a string, got {}", key, describe_json(*value));
-    return value->get<std::string>();
+    if (value == nullptr || *value == supported) return;
+    fail("{} = {} is not supported; {} is", key, printable(value->dump()), supported.dump());
+  }
+  // The number of a hidden state, counted from the end where it is negative.
+  int64_t hidden_state(std::string_view key, int64_t otherwise) const {
+    constexpr int64_t kMost = 10000;
+    const nlohmann::json* value = find(key);
+    const std::optional<int64_t> whole = value == nullptr ? otherwise : exact_integer(*value);
+    if (whole && -kMost <= *whole && *whole <= kMost) return *whole;
+    fail("{} = {} is not supported; one number of a hidden state is", key, printable(value->dump()));
   }
   // Sets the key's field.
   void read(const IntegerKey& key, ModelConfig& model) const {
@@ -68,6 +79,14 @@ class ConfigReader {
   }
 
  private:
+  template <typename T, typename Parse>
+  T read(std::string_view key, const std::optional<T>& otherwise, Parse parse) const {
+    const nlohmann::json* value = find(key);
+    if (value != nullptr) return parse(*value);
+    if (!otherwise) fail("has no {}", key);
+    return *otherwise;
+  }
+
   const nlohmann::json& object_;
   std::string where_;
 };

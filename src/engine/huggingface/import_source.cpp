@@ -120,17 +120,11 @@ std::string renamed_from_original(const std::string& name) {
   return is_known ? in_language_model(name, &names) : name;
 }
 
-void require(const ConfigReader& config, std::string_view key, const json& supported) {
-  const json* value = config.find(key);
-  if (value == nullptr || *value == supported) return;
-  config.fail("{} = {} is not supported; {} is", key, printable(value->dump()), supported.dump());
-}
-
 // Which hidden state is selected, and what of it.
 void read_original_tower(const ConfigReader& config, TowerConfig& tower) {
-  require(config, "mm_use_im_start_end", false);
-  require(config, "mm_use_im_patch_token", false);
-  require(config, "mm_patch_merge_type", "flat");
+  config.require("mm_use_im_start_end", false);
+  config.require("mm_use_im_patch_token", false);
+  config.require("mm_patch_merge_type", "flat");
   const std::string feature = config.text("mm_vision_select_feature", "patch");
   if (feature != "patch" && feature != "cls_patch") {
     config.fail("mm_vision_select_feature = \"{}\" is not supported; patch and cls_patch are", printable(feature));
@@ -140,15 +134,7 @@ void read_original_tower(const ConfigReader& config, TowerConfig& tower) {
         "mm_vision_select_feature = \"patch\" leaves out a patch of a SigLIP tower; cls_patch is supported");
   }
   tower.keeps_class_token = feature == "cls_patch" && tower.has_class_token();
-  if (const json* layer = config.find("mm_vision_select_layer"); layer != nullptr) {
-    constexpr int64_t kMost = 10000;
-    const std::optional<int64_t> whole = exact_integer(*layer);
-    if (!whole || *whole < -kMost || *whole > kMost) {
-      config.fail("mm_vision_select_layer = {} is not supported; one number of a hidden state is",
-                  printable(layer->dump()));
-    }
-    tower.feature_layer = *whole;
-  }
+  tower.feature_layer = config.hidden_state("mm_vision_select_layer", tower.feature_layer);
 }
 
 // An original pads pictures by its own code, before its tower's processor; transformers has a processor that
@@ -184,12 +170,12 @@ void check_language_model(const HuggingFaceFamily& family, const std::string& wh
 // VILA 1.5's projector and what comes before it. None of NVILA's settings is supported.
 void read_vila_projector(const std::string& folder, const json& whole, VisionConfig& vision) {
   const ConfigReader top(whole, config_path_in(folder));
-  for (const char* key : {"s2", "dynamic_s2"}) require(top, key, false);
+  for (const char* key : {"s2", "dynamic_s2"}) top.require(key, false);
   read_original_tower(top, vision.tower);
   const std::string projector_folder = (fs::path(folder) / kVilaProjector).string();
   const json own = read_config(projector_folder);
   const ConfigReader config(own, config_path_in(projector_folder));
-  require(config, "mm_projector_type", "mlp_downsample");
+  config.require("mm_projector_type", "mlp_downsample");
   if (config.find("mm_projector_type") == nullptr) config.fail("has no mm_projector_type");
   vision.projector.kind = ProjectorKind::kMlpDownsample;
   vision.projector.column_major = true;  // NVILA's are row by row, and have another type or several scales
@@ -310,7 +296,7 @@ ImportSource open_model_with_tower(const std::string& folder, const std::string&
     if (config.find("mm_projector_type") == nullptr) {
       config.fail("mm_projector_type is not there, which means linear, and is not supported; \"mlp2x_gelu\" is");
     }
-    require(config, "mm_projector_type", "mlp2x_gelu");
+    config.require("mm_projector_type", "mlp2x_gelu");
     read_original_tower(config, model.vision.tower);
   }
   model.vision.projector.kind = ProjectorKind::kMlp2xGelu;

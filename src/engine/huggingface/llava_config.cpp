@@ -67,18 +67,6 @@ HuggingFaceModel parse_text_config(const ConfigReader& config, const std::string
   return parse_huggingface_config(with_text_defaults(std::move(text), type), where + ": text_config", families);
 }
 
-int64_t feature_layer_of(const ConfigReader& config) {
-  const json* value = config.find("vision_feature_layer");
-  if (value == nullptr) return -2;
-  constexpr int64_t kMost = 10000;
-  const std::optional<int64_t> layer = exact_integer(*value);
-  if (!layer || *layer < -kMost || *layer > kMost) {
-    config.fail("vision_feature_layer = {} is not supported; one number of a hidden state is",
-                printable(value->dump()));
-  }
-  return *layer;
-}
-
 bool keeps_class_token(const ConfigReader& config, TowerKind kind) {
   const std::string strategy = config.text("vision_feature_select_strategy", "default");
   if (strategy != "default" && strategy != "full") {
@@ -104,12 +92,6 @@ int64_t image_token_of(const ConfigReader& config) {
   return id;
 }
 
-void check_key(const ConfigReader& config, std::string_view key, const json& supported) {
-  const json* value = config.find(key);
-  if (value == nullptr || *value == supported) return;
-  config.fail("{} = {} is not supported; {} is", key, printable(value->dump()), supported.dump());
-}
-
 std::string activation_name(Activation activation) {
   const auto* found = std::find_if(kActivations.begin(), kActivations.end(),
                                    [&](const auto& entry) { return entry.second == activation; });
@@ -129,7 +111,6 @@ json tower_config_json(const TowerConfig& tower) {
                  {"num_channels", 3},
                  {"num_hidden_layers", tower.num_layers},
                  {"patch_size", tower.patch_size}};
-  // An export has what nobody reads, SigLIP's head too, where it has blocks that nobody reads.
   if (!is_clip) config["vision_use_head"] = false;
   return config;
 }
@@ -152,9 +133,9 @@ TowerConfig parse_tower_config(const json& root, const std::string& where) {
                 kSiglipType);
   }
   const bool is_clip = type == kClipType;
-  check_key(config, "num_channels", 3);
-  check_key(config, "attention_dropout", 0.0);
-  check_key(config, "tie_last_hidden_states", false);
+  config.require("num_channels", 3);
+  config.require("attention_dropout", 0.0);
+  config.require("tie_last_hidden_states", false);
   TowerConfig tower;
   tower.kind = is_clip ? TowerKind::kClip : TowerKind::kSiglip;
   tower.width = config.integer("hidden_size", 768);
@@ -179,10 +160,10 @@ TowerConfig parse_tower_config(const json& root, const std::string& where) {
 HuggingFaceModel parse_llava_config(const json& root, const std::string& where,
                                     std::span<const HuggingFaceFamily> families) {
   const ConfigReader config(root, where);
-  check_key(config, "architectures", json{kLlavaArchitecture});
-  check_key(config, "projector_hidden_act", "gelu");
-  check_key(config, "multimodal_projector_bias", true);
-  check_key(config, "quantization_config", nullptr);
+  config.require("architectures", json{kLlavaArchitecture});
+  config.require("projector_hidden_act", "gelu");
+  config.require("multimodal_projector_bias", true);
+  config.require("quantization_config", nullptr);
   HuggingFaceModel read = parse_text_config(config, where, families);
   // Without any vision_config transformers takes the tower of LLaVA-1.5, which TowerConfig's defaults are.
   VisionConfig& vision = read.model.vision;
@@ -190,7 +171,7 @@ HuggingFaceModel parse_llava_config(const json& root, const std::string& where,
   if (config.find("vision_config") != nullptr) {
     vision.tower = parse_tower_config(object_at(config, "vision_config"), where + ": vision_config");
   }
-  vision.tower.feature_layer = feature_layer_of(config);
+  vision.tower.feature_layer = config.hidden_state("vision_feature_layer", -2);
   vision.tower.keeps_class_token = keeps_class_token(config, vision.tower.kind);
   vision.projector.kind = ProjectorKind::kMlp2xGelu;
   vision.image_token = image_token_of(config);
@@ -270,13 +251,13 @@ namespace {
 // processor that does anything else would give the model other pixels.
 void check_picture_size(const ConfigReader& processor, int64_t image_size) {
   constexpr int kBicubic = 3;
-  check_key(processor, "do_resize", true);
-  check_key(processor, "resample", kBicubic);
+  processor.require("do_resize", true);
+  processor.require("resample", kBicubic);
   for (const char* name : {"size", "crop_size"}) {
     const json* size = processor.find(name);
     if (size == nullptr || !size->is_object()) continue;
     if (std::string_view(name) == "size" && size->contains("shortest_edge")) {
-      check_key(processor, "do_center_crop", true);
+      processor.require("do_center_crop", true);
     }
     for (const char* side : {"height", "width", "shortest_edge"}) {
       if (!size->contains(side) || size->at(side) == image_size) continue;
@@ -301,7 +282,7 @@ void read_pixel_statistics(const std::string& folder, TowerConfig& tower) {
     const json root = parse_json_text(read_text(path, kMaxHuggingFaceConfigBytes), path, JsonComments::kRefused);
     if (!root.is_object()) throw_bad_input("{}: expected an object, got {}", path, describe_json(root));
     const ConfigReader config(image_processor_in(root), path);
-    for (const char* flag : {"do_rescale", "do_normalize"}) check_key(config, flag, true);
+    for (const char* flag : {"do_rescale", "do_normalize"}) config.require(flag, true);
     constexpr double kScale = 1.0 / 255, kRoundingError = 1e-9;
     if (std::abs(config.number("rescale_factor", kScale) - kScale) > kRoundingError) {
       config.fail("rescale_factor = {} is not supported; 1 / 255 is", config.number("rescale_factor"));
