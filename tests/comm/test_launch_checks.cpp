@@ -176,7 +176,10 @@ TEST_CASE("Launchers that only their own MPI joins are told by their variables",
                                    {"ALPS_APP_PE", "ALPS_APP_PE"},
                                    {"SLURM_PROCID", "SLURM_PROCID"},
                                    {"LOCAL_RANK", "LOCAL_WORLD_SIZE"},
-                                   {"NODE_RANK", "NNODES"}}) {
+                                   {"NODE_RANK", "NNODES"},
+                                   {"PET_NODE_RANK", "PET_NNODES"},
+                                   {"SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"},
+                                   {"AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"}}) {
     INFO(rank);
     CHECK(error_of([&, name = rank] { launched_with({{name, "1"}}); }).find(rank) != std::string::npos);
     CHECK(error_of([&, name = size] { launched_with({{name, "2"}}); }).find(size) != std::string::npos);

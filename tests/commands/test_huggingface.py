@@ -321,6 +321,7 @@ class BadInput(HuggingFace):
             ("sliding window", lambda: edit_json(config, lambda c: c.update(sliding_window=128)), ["sliding_window"]),
             ("no weights", lambda: [os.remove(f"{self.model}/{n}") for n in os.listdir(self.model) if "safetensors" in n],
              ["no model.safetensors"]),
+            ("two sets of weights", lambda: shutil.copy(shard, f"{self.model}/model.safetensors"), ["model.safetensors"]),
             ("missing file", lambda: os.remove(shard), [self.SHARD]),
             ("file that is cut off", lambda: truncate(shard, 1), [self.SHARD]),
             ("file cut off in its header", lambda: os.truncate(shard, 50), [self.SHARD]),

@@ -311,7 +311,9 @@ int edit_distance(std::string_view a, std::string_view b) {
 }
 
 int name_distance(std::string_view given, std::string_view name) {
-  const bool is_part = given.size() >= 2 && name.find(given) != std::string_view::npos;
+  constexpr size_t kWord = 4;  // shorter names are in too many others
+  const bool is_part = (given.size() >= 2 && name.find(given) != std::string_view::npos) ||
+                       (name.size() >= kWord && given.find(name) != std::string_view::npos);
   return is_part && given != name ? 1 : edit_distance(given, name);
 }
 

@@ -180,14 +180,19 @@ HuggingFaceWeights open_huggingface_weights(const std::string& folder) {
   }
   HuggingFaceWeights weights;
   std::error_code ignored;
-  if (fs::exists(joined(folder, kHuggingFaceFileName), ignored)) {  // preferred by transformers, too
+  const std::string where = joined(folder, kHuggingFaceIndexName);
+  const bool has_one_file = fs::exists(joined(folder, kHuggingFaceFileName), ignored);
+  if (has_one_file && !fs::exists(where, ignored)) {
     open_file(folder, kHuggingFaceFileName, weights);
     return weights;
   }
-  const std::string where = joined(folder, kHuggingFaceIndexName);
   const std::map<std::string, std::string> index = parse_index(read_text(where, kMaxIndexBytes), where);
   std::set<std::string> names;
   for (const auto& [tensor, file] : index) names.insert(file);
+  if (has_one_file && !names.contains(kHuggingFaceFileName)) {
+    throw_bad_input("{}: has {} and the files of {}, which are two sets of weights: remove those that are not meant",
+                    folder, kHuggingFaceFileName, kHuggingFaceIndexName);
+  }
   for (const std::string& name : names) open_file(folder, name, weights);
   check_index(index, weights, where);
   return weights;
