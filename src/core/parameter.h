@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/memory/memory_plan.h"
+#include "core/placement.h"
 
 namespace parka {
 
@@ -43,8 +44,7 @@ struct ParameterInfo {
   int unit = 0;
   // Standard deviation of the normal distribution for its initial values; 0: initial_weight() says what they are.
   double initial_std = 0;
-  // The place of its weight in the compute format. If that is host memory, masters and moments are there as well.
-  MemoryPlace place = MemoryPlace::kDevice;
+  Placement placement = {};
   // false: frozen. Nothing updates it, so it has no gradient, no master and no moments.
   bool trainable = true;
   double lr_factor = 1;  // its learning rate, relative to that of the run
@@ -52,6 +52,8 @@ struct ParameterInfo {
   BaseFormat base = BaseFormat::kCompute;
 
   int64_t numel() const { return rows * cols; }
+  // The elements that this rank updates.
+  ElementRange own_elements() const { return placement.states.own(numel()); }
   bool is_coded() const { return base != BaseFormat::kCompute; }
   // True for the weight of a linear layer in a block, of the decoder or of a tower.
   bool is_of_block() const { return role == ParameterRole::kLinear || role == ParameterRole::kTowerLinear; }

@@ -123,13 +123,13 @@ std::vector<float> coded_values(const ParameterInfo& parameter, BaseFormat base,
   ParameterInfo one = parameter;
   one.unit = 1;
   one.first_element = 0;
-  one.place = MemoryPlace::kDevice;
+  one.placement = {};
   one.trainable = false;
   one.base = base;
   ParameterTable table({one});
   table.num_blocks = 1;
   MemoryPlan plan;
-  ModelWeights weights(table, Formats(precision), {WeightCopies::kRows}, WeightUse::kForward, {}, plan);
+  ModelWeights weights(table, Formats(precision), {WeightCopies::kRows}, WeightUse::kForward, plan);
   plan.finish();
   const auto device = make_cpu_device();
   const Arena arena(*device, plan);

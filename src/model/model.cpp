@@ -39,13 +39,6 @@ Purpose purpose_of_blocks(const ParameterTable& table, Purpose purpose) {
   return table.side.exists() && purpose == Purpose::kTraining ? Purpose::kForwardOnly : purpose;
 }
 
-ParameterTable with_linear_weights_in(MemoryPlace place, ParameterTable table) {
-  for (ParameterInfo& p : table.all) {
-    if (p.role == ParameterRole::kLinear) p.place = place;
-  }
-  return table;
-}
-
 }  // namespace
 
 Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool decay_embeddings,
@@ -53,11 +46,11 @@ Model::Model(const ModelConfig& config, const PrecisionConfig& precision, bool d
              const ParameterRules& rules)
     : config_(config),
       max_shape_(shape),
-      table_(with_linear_weights_in(
-          use == Use::kTraining && precision.offload_weights ? MemoryPlace::kHost : MemoryPlace::kDevice,
-          make_parameter_table(config, decay_embeddings, rules))),
+      table_(make_parameter_table(config, decay_embeddings, rules)
+                 .placed(zero, use == Use::kTraining && precision.offload_weights ? MemoryPlace::kHost
+                                                                                  : MemoryPlace::kDevice)),
       weights_(table_, Formats(precision), {kept_copies(precision, zero, rules.base), table_.first_backward_unit()},
-               use == Use::kInference ? WeightUse::kForward : training_use(precision), zero, plan) {
+               use == Use::kInference ? WeightUse::kForward : training_use(precision), plan) {
   rotations_ = declare_rotations<RotaryIds>(config, shape.whole_length(), "", plan);
   if (table_.side.exists()) {
     side_rotations_ =

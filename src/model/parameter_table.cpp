@@ -124,6 +124,19 @@ ParameterTable::ParameterTable(std::vector<ParameterInfo> parameters) : all(std:
   for (size_t i = 0; i < all.size(); ++i) by_name_.emplace(all[i].name, static_cast<int>(i));
 }
 
+// Weights of blocks alone are divided: one block is gathered while another computes.
+ParameterTable ParameterTable::placed(const Zero& zero, MemoryPlace linear_weights) && {
+  const auto divided = [&](bool is_divided) { return is_divided ? zero.shard : Shard{}; };
+  for (ParameterInfo& p : all) {
+    const bool is_of_block = p.unit > 0 && p.unit < head_unit();
+    p.placement = {.memory = p.role == ParameterRole::kLinear ? linear_weights : MemoryPlace::kDevice,
+                   .weight = divided(zero.shards_weights() && is_of_block),
+                   .gradient = divided(zero.shards_gradients()),
+                   .states = divided(zero.shards_states())};
+  }
+  return std::move(*this);
+}
+
 int ParameterTable::index_of(const std::string& name) const {
   const auto found = by_name_.find(name);
   return found == by_name_.end() ? -1 : found->second;

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "core/parameter.h"
-#include "core/shard.h"
+#include "core/placement.h"
 #include "model/model_config.h"
 
 namespace parka {
@@ -58,6 +58,8 @@ struct ParameterTable {
   // The weights among a unit's parameters that a block's GEMMs read.
   std::vector<int> linear_weights(int unit) const;
   bool ties_head() const { return head == embedding; }
+  // The same table for a rank that has what `zero` says; `linear_weights` is the memory of those of blocks.
+  ParameterTable placed(const Zero& zero, MemoryPlace linear_weights = MemoryPlace::kDevice) &&;
   // True if a parameter is trained whose name begins like this.
   bool trains_any(std::string_view prefix) const;
   // By the parameter's index; false for -1, where the model has none.

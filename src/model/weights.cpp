@@ -13,6 +13,10 @@ namespace {
 
 TensorView flat(const TensorView& t, int64_t numel) { return {t.data, t.dtype, {numel}}; }
 
+bool any_weight_is_divided(const std::vector<ParameterInfo>& parameters) {
+  return std::ranges::any_of(parameters, [](const ParameterInfo& p) { return p.placement.weight.size > 1; });
+}
+
 }  // namespace
 
 WeightUse training_use(const PrecisionConfig& precision) {
@@ -27,42 +31,43 @@ WeightCopies kept_copies(const PrecisionConfig& precision, const Zero& zero, Bas
   return zero.shards_weights() || transposes_codes ? WeightCopies::kRows : WeightCopies::kBoth;
 }
 
-bool gathers_transposed(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use,
-                        const Zero& zero) {
+bool gathers_transposed(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use) {
   PARKA_REQUIRE(copies != WeightCopies::kAuto);
-  if (!zero.shards_weights() || !formats.has_tensor_scales()) return false;
+  if (!any_weight_is_divided(table.all) || !formats.has_tensor_scales()) return false;
   if (copies != WeightCopies::kBoth || use != WeightUse::kBackward) return false;
   const std::vector<int> block = table.unit(1);  // blocks differ in windows, not in weights
   return std::all_of(block.begin(), block.end(), [&](int index) {
     const ParameterInfo& p = table.all[static_cast<size_t>(index)];
-    return p.role != ParameterRole::kLinear ||
-           (p.rows % zero.shard.size == 0 && zero.shard.padded(p.numel()) == p.numel());
+    const Shard& shard = p.placement.weight;
+    return p.role != ParameterRole::kLinear || (p.rows % shard.size == 0 && shard.padded(p.numel()) == p.numel());
   });
 }
 
 ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, const KeptCopies& copies,
-                           WeightUse use, const Zero& zero, MemoryPlan& plan)
+                           WeightUse use, MemoryPlan& plan)
     : parameters_(table.all),
       formats_(formats),
-      zero_(zero),
+      divides_(any_weight_is_divided(table.all)),
+      are_updates_shared_(
+          std::ranges::any_of(table.all, [](const auto& p) { return p.placement.states.size > 1; })),
       copies_kept_(copies),
       use_(use),
       coded_(table.all, formats.compute.dtype, coded_buffer_phases(), plan),
       trains_tower_(table.trains_any(kVision)),
       fp8_head_(formats.fp8_head ? table.head : -1),
-      gathers_transposed_(gathers_transposed(table, formats, copies.copies, use, zero)),
+      gathers_transposed_(gathers_transposed(table, formats, copies.copies, use)),
       gathered_unit_(static_cast<size_t>(table.num_units()), false),
       copy_ids_(table.all.size()),
       piece_code_ids_(table.all.size()) {
   const bool keeps_copies = formats_.fp8_gemm && copies.copies != WeightCopies::kNone;  // of all blocks or of none
   const bool any_in_host = std::any_of(parameters_.begin(), parameters_.end(),
-                                       [](const auto& p) { return p.place == MemoryPlace::kHost; });
-  const bool fetches_on_use = any_in_host && !zero_.shards_weights() && !keeps_copies;
+                                       [](const auto& p) { return p.placement.memory == MemoryPlace::kHost; });
+  const bool fetches_on_use = any_in_host && !divides_ && !keeps_copies;
   // Collectives have their tensors on the device: pieces before they are gathered, and what ranks that share the
   // states have updated.
-  has_host_parts_ = fetches_on_use || (any_in_host && zero_.shards_states() && !gathers_codes());
-  const bool has_buffers = zero_.shards_weights() || has_host_parts_;
-  if (zero_.shards_weights() || fetches_on_use) {
+  has_host_parts_ = fetches_on_use || (any_in_host && are_updates_shared_ && !gathers_codes());
+  const bool has_buffers = divides_ || has_host_parts_;
+  if (divides_ || fetches_on_use) {
     std::fill(gathered_unit_.begin() + 1, gathered_unit_.end() - 1, true);
   }
   buffers_.resize(kGatherBuffers);
@@ -88,11 +93,12 @@ void ModelWeights::declare_weights(MemoryPlan& plan) {
     if (is_coded(i)) continue;
     std::vector<int64_t> shape = {copy_rows(i), p.cols};
     if (is_divided(p.unit)) {
-      shape = {zero_.shard.piece(p.numel())};
-    } else if (zero_.shard.size > 1) {
-      shape = {std::max(zero_.shard.padded(p.numel()), copy_rows(i) * p.cols)};
+      shape = {p.placement.weight.piece(p.numel())};
+    } else if (p.placement.states.size > 1) {
+      shape = {std::max(p.placement.states.padded(p.numel()), copy_rows(i) * p.cols)};
     }
-    plain_ids_[i] = plan.add("weights", p.name, formats_.compute.dtype, std::move(shape), kAllPhases, p.place);
+    plain_ids_[i] =
+        plan.add("weights", p.name, formats_.compute.dtype, std::move(shape), kAllPhases, p.placement.memory);
   }
 }
 
@@ -107,7 +113,7 @@ void ModelWeights::declare_copies(size_t i, MemoryPlan& plan) {
   if (keeps_piece_codes(p.unit)) {
     const auto add = [&](const char* suffix) {
       return MatrixId{
-          plan.add("fp8 weights", p.name + suffix, formats_.weight.dtype, {zero_.shard.piece(p.numel())}),
+          plan.add("fp8 weights", p.name + suffix, formats_.weight.dtype, {p.placement.weight.piece(p.numel())}),
           ids.w.scale, formats_.weight};
     };
     piece_code_ids_[i].w = add(".fp8");
@@ -165,9 +171,9 @@ void ModelWeights::declare_gather_buffers(const ParameterTable& table, MemoryPla
       const auto i = static_cast<size_t>(index);
       const ParameterInfo& p = parameters_[i];
       const std::string name = fmt::format("{}.gathered{}", p.name, number);
-      const int64_t padded = zero_.shard.padded(p.numel());
+      const int64_t padded = p.placement.states.padded(p.numel());
       Gathered buffer;
-      if (!zero_.shards_weights()) {
+      if (!divides_) {
         if (is_in_host(i)) {
           buffer.whole = plan.add("gathered weights", name, formats_.compute.dtype, {padded});
         }
@@ -224,18 +230,19 @@ void ModelWeights::bind_weight(const Arena& arena, size_t i, const TensorView& b
   }
   const auto matrix = [&](const TensorView& t) { return TensorView(t.data, t.dtype, {p.rows, p.cols}); };
   const auto unit = static_cast<size_t>(p.unit);
-  const TensorView whole = flat(arena[plain_ids_[i]], zero_.shard.padded(p.numel()));
+  const Shard& states = p.placement.states;
+  const TensorView whole = flat(arena[plain_ids_[i]], states.padded(p.numel()));
   plain_.push_back(matrix(is_gathered_on_use(p.unit) && !buffer.empty() ? buffer : whole));
   kept_.push_back(flat(whole, p.numel()));
-  const ElementRange own = zero_.shard.own(p.numel());
+  const ElementRange own = p.own_elements();
   own_.push_back(kept_.back().rows(own.begin, own.size()));
   if (!buffer.empty()) {
     fetched_[i] = matrix(buffer);
-    host_parts_[unit].push_back({whole, buffer});
+    host_parts_[unit].push_back({whole, buffer, states});
   }
-  if (zero_.shard.size > 1) {
+  if (states.size > 1) {
     const TensorView& on_device = buffer.empty() ? whole : buffer;
-    const int64_t piece = zero_.shard.piece(p.numel()), begin = zero_.shard.rank * piece;
+    const int64_t piece = states.piece(p.numel()), begin = states.rank * piece;
     pieces_[unit].push_back({on_device.rows(begin, piece), on_device, false, p.trainable});
   }
   bind_copies(arena, i);
@@ -260,7 +267,7 @@ void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Gathered& b
   const ParameterInfo& p = parameters_[i];
   piece_plain_[i] = arena[plain_ids_[i]];
   kept_.emplace_back();
-  own_.push_back(flat(piece_plain_[i], zero_.shard.own(p.numel()).size()));
+  own_.push_back(flat(piece_plain_[i], p.own_elements().size()));
   const TensorView whole = arena[buffer.whole];
   const bool is_code = has_copy(i) && gathers_codes();
   Copies copies;
@@ -274,9 +281,10 @@ void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Gathered& b
   copies_.push_back(copies);
   const auto unit = static_cast<size_t>(p.unit);
   if (!is_code && is_in_host(i)) {
-    const int64_t piece = zero_.shard.piece(p.numel());
-    const TensorView on_device = whole.rows(zero_.shard.rank * piece, piece);
-    host_parts_[unit].push_back({piece_plain_[i], on_device});
+    const Shard& shard = p.placement.weight;
+    const int64_t piece = shard.piece(p.numel());
+    const TensorView on_device = whole.rows(shard.rank * piece, piece);
+    host_parts_[unit].push_back({piece_plain_[i], on_device, shard});
     pieces_[unit].push_back({on_device, whole});
   } else {
     pieces_[unit].push_back({is_code ? piece_codes_[i] : piece_plain_[i], whole});
@@ -291,13 +299,14 @@ void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Gathered& b
 void ModelWeights::bind_gathered_codes(const Arena& arena, size_t i, const TensorView& whole, Copies& copies) {
   const ParameterInfo& p = parameters_[i];
   const CopyIds& kept = piece_code_ids_[i];
-  const int64_t piece = zero_.shard.piece(p.numel());
-  piece_codes_[i] = keeps_piece_codes(p.unit) ? arena[kept.w.data] : whole.rows(zero_.shard.rank * piece, piece);
+  const Shard& shard = p.placement.weight;
+  const int64_t piece = shard.piece(p.numel());
+  piece_codes_[i] = keeps_piece_codes(p.unit) ? arena[kept.w.data] : whole.rows(shard.rank * piece, piece);
   const TensorView scale = arena[copy_ids_[i].w.scale];
   copies.w = {TensorView(whole.data, whole.dtype, {p.rows, p.cols}), scale, Scaling::kTensor};
   copies.w_t.scale = scale;
   if (!has_pieces_for_backward(p.unit)) return;
-  piece_codes_t_[i] = arena[kept.w_t.data].reshaped({p.cols, p.rows / zero_.shard.size});
+  piece_codes_t_[i] = arena[kept.w_t.data].reshaped({p.cols, p.rows / shard.size});
   copies.w_t = {TensorView(whole.data, whole.dtype, {p.cols, p.rows}), scale, Scaling::kTensor};
 }
 
@@ -361,7 +370,7 @@ void ModelWeights::before_gather(Device& device, int unit) const {
 }
 
 void ModelWeights::gathered(Device& device, int unit) const {
-  if (!zero_.shards_weights() || gathers_codes()) return;
+  if (!divides_ || gathers_codes()) return;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     if (parameters_[i].unit != unit || !has_copy(i)) continue;
     parka::quantize(device, {.x = plain_[i], .out = copies_[i].w});

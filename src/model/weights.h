@@ -3,7 +3,7 @@
 #include <vector>
 
 #include "core/memory/unit_buffers.h"
-#include "core/shard.h"
+#include "core/placement.h"
 #include "kernels/device/arena.h"
 #include "model/coded_weights.h"
 #include "model/formats.h"
@@ -36,8 +36,7 @@ struct KeptCopies {
 // True if ranks that have divided the blocks' weights (ZeRO stage 3) gather the transposed codes for backward,
 // instead of transposing what all of them have gathered: where both are kept for a whole step, and every rank's
 // pieces are whole rows of the weights. `copies` are those of a block.
-bool gathers_transposed(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use,
-                        const Zero& zero);
+bool gathers_transposed(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use);
 
 // Rows of the FP8 copies of a head of `rows`: tensor cores sum 16 products at a time, and the gradient of the
 // head's input is a sum over the vocabulary.
@@ -47,7 +46,7 @@ inline int64_t head_copy_rows(int64_t rows) { return ceil_div(rows, 16) * 16; }
 // block's weights, and buffers for two blocks (kGatherBuffers), into which the pieces of all ranks are gathered
 // where the block is used: FP8 codes where GEMMs read nothing else.
 //
-// Weights of the blocks' linear layers may lie in host memory (ParameterInfo::place): a rank's pieces, or what it
+// Weights of the blocks' linear layers may lie in host memory (Placement::memory): a rank's pieces, or what it
 // keeps whole. If FP8 copies are kept for a whole step, GEMMs read these alone. Otherwise a block's weights are
 // gathered into the same buffers from the host.
 //
@@ -59,7 +58,7 @@ class ModelWeights {
   // weights". FP8 copies are kept so that accumulation does not quantize again; with ZeRO stage 3, unless none,
   // those of this rank's pieces as they are gathered. Input gradients read the transposed ones.
   ModelWeights(const ParameterTable& table, const Formats& formats, const KeptCopies& copies, WeightUse use,
-               const Zero& zero, MemoryPlan& plan);
+               MemoryPlan& plan);
 
   void bind(const Arena& arena);
 
@@ -129,9 +128,14 @@ class ModelWeights {
   // True if weights of the unit are not kept on the device, but have to be gathered before each use, from other
   // ranks or from host memory. Units of one buffer (gather_buffer_of) use the same memory.
   bool is_gathered_on_use(int unit) const { return gathered_unit_[static_cast<size_t>(unit)]; }
+  // True if ranks have pieces of the unit's weights, and false if each has them whole.
+  bool is_divided(int unit) const { return divides_ && is_gathered_on_use(unit); }
+  // True if several ranks update a part each of what the others have as well.
+  bool are_updates_shared() const { return are_updates_shared_; }
   // This rank's part of a weight in host memory, whole or its piece, and its place on the device: both flat.
   struct HostPart {
     TensorView host, device;
+    Shard updated;  // the ranks that update pieces of the weight
   };
   // The parts of a unit. Empty if nothing reads a copy in the compute format: if FP8 copies are kept, and ranks
   // have no updated weights to exchange, or exchange codes.
@@ -193,11 +197,10 @@ class ModelWeights {
     return gathers_codes() && is_divided(unit) && copies_kept_.of_unit(unit) != WeightCopies::kNone;
   }
   bool has_changed(size_t i, Changed changed) const { return changed == Changed::kAll || parameters_[i].trainable; }
-  bool is_in_host(size_t i) const { return parameters_[i].place == MemoryPlace::kHost; }
-  bool is_divided(int unit) const { return zero_.shards_weights() && is_gathered_on_use(unit); }
+  bool is_in_host(size_t i) const { return parameters_[i].placement.memory == MemoryPlace::kHost; }
   void quantize_piece(Device& device, size_t i) const;
   void quantize_whole(Device& device, size_t i, const TensorView& weight) const;
-  bool gathers_codes() const { return zero_.shards_weights() && formats_.has_tensor_scales(); }
+  bool gathers_codes() const { return divides_ && formats_.has_tensor_scales(); }
   TensorView amax_of(size_t i) const { return amax_.empty() ? amax_ : amax_.rows(static_cast<int64_t>(i), 1); }
   void declare_weights(MemoryPlan& plan);
   void declare_gather_buffers(const ParameterTable& table, MemoryPlan& plan);
@@ -218,7 +221,7 @@ class ModelWeights {
 
   std::vector<ParameterInfo> parameters_;
   Formats formats_;
-  Zero zero_;
+  bool divides_, are_updates_shared_;
   KeptCopies copies_kept_;
   WeightUse use_;
   CodedWeights coded_;

@@ -70,14 +70,17 @@ void check_config(const OptimizerConfig& config, DType compute) {
 }  // namespace
 
 Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters,
-                     const Zero& zero, MemoryPlan& plan, bool is_alone, int64_t part_elements)
+                     MemoryPlan& plan, bool is_alone, int64_t part_elements)
     : config_(config),
       compute_(compute),
-      zero_(zero),
       is_alone_(is_alone),
       parameters_(std::move(parameters)),
       part_elements_(part_elements) {
   check_config(config_, compute_);
+  for (const ParameterInfo& p : parameters_) {
+    shares_states_ |= p.placement.states.size > 1;
+    shards_gradients_ |= p.placement.gradient.size > 1;
+  }
   ids_.resize(parameters_.size());
   if (!releases_gradients()) declare_gradients(plan);
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -98,7 +101,8 @@ void Optimizer::declare_gradients(MemoryPlan& plan) {
   for (const size_t i : memory_order(parameters_)) {
     const ParameterInfo& p = parameters_[i];
     if (!p.trainable) continue;
-    const int64_t kept = zero_.shards_gradients() ? zero_.shard.piece(p.numel()) : zero_.shard.padded(p.numel());
+    const auto& [memory, weight, gradient, states] = p.placement;
+    const int64_t kept = gradient.size > 1 ? gradient.piece(p.numel()) : states.padded(p.numel());
     ids_[i].gradient = plan.add(kGradientCategory, p.name + ".gradient", config_.gradient, {kept});
   }
 }
@@ -116,8 +120,9 @@ void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
     const size_t buffer = buffer_of(parameters_[i]);
     buffer_offsets_[i] = ends[buffer];
     if (!parameters_[i].trainable) continue;
-    sizes[buffer] = std::max(sizes[buffer], ends[buffer] + zero_.shard.padded(parameters_[i].numel()));
-    ends[buffer] += ceil_div(zero_.shard.padded(parameters_[i].numel()), aligned) * aligned;
+    sizes[buffer] =
+        std::max(sizes[buffer], ends[buffer] + parameters_[i].placement.states.padded(parameters_[i].numel()));
+    ends[buffer] += ceil_div(parameters_[i].placement.states.padded(parameters_[i].numel()), aligned) * aligned;
   }
   for (size_t buffer = 0; buffer < kGradientBuffers; ++buffer) {
     if (sizes[buffer] == 0) continue;
@@ -136,14 +141,14 @@ MemoryPlace Optimizer::state_place(const ParameterInfo& parameter) const {
 void Optimizer::declare_stream_buffers(MemoryPlan& plan) {
   int64_t most = 0;
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    const int64_t count = std::min(part_elements_, zero_.shard.piece(parameters_[i].numel()));
+    const int64_t count = std::min(part_elements_, parameters_[i].placement.states.piece(parameters_[i].numel()));
     std::vector<int64_t> tensors;
     const auto add = [&](TensorId id, int64_t group) {
       if (!id.valid() || plan[id].place != MemoryPlace::kHost) return;
       tensors.push_back(ceil_div(count, group) * size_of(plan[id].dtype));
     };
     if (!parameters_[i].trainable) continue;
-    if (parameters_[i].place == MemoryPlace::kHost) tensors.push_back(count * size_of(compute_));
+    if (parameters_[i].placement.memory == MemoryPlace::kHost) tensors.push_back(count * size_of(compute_));
     add(ids_[i].master, 1);
     for (const MomentIds& moment : {ids_[i].exp_avg, ids_[i].exp_avg_sq}) {
       add(moment.values, 1);
@@ -165,7 +170,7 @@ size_t Optimizer::num_stream_buffers() const {
   std::map<int, int64_t> parts;  // of each unit
   for (const ParameterInfo& p : parameters_) {
     if (p.trainable && state_place(p) == MemoryPlace::kHost)
-      parts[p.unit] += ceil_div(zero_.shard.piece(p.numel()), part_elements_);
+      parts[p.unit] += ceil_div(p.placement.states.piece(p.numel()), part_elements_);
   }
   const int last = parameters_.back().unit;
   int64_t most = 0;
@@ -181,7 +186,7 @@ Optimizer::MomentIds Optimizer::declare_moment(const ParameterInfo& parameter, c
     return plan.add(kStateCategory, parameter.name + name + suffix, dtype, {count}, kAllPhases,
                     state_place(parameter));
   };
-  const int64_t numel = zero_.shard.piece(parameter.numel()), groups = ceil_div(numel, kMomentGroup);
+  const int64_t numel = parameter.placement.states.piece(parameter.numel()), groups = ceil_div(numel, kMomentGroup);
   MomentIds ids;
   const DType dtype = state_dtype(config_.states, format);
   ids.values = add("", dtype, numel);
@@ -193,8 +198,8 @@ Optimizer::MomentIds Optimizer::declare_moment(const ParameterInfo& parameter, c
 
 TensorId Optimizer::declare_master(const ParameterInfo& parameter, MemoryPlan& plan) const {
   const auto add = [&](DType dtype) {
-    return plan.add(kMasterCategory, parameter.name + ".master", dtype, {zero_.shard.piece(parameter.numel())},
-                    kAllPhases, state_place(parameter));
+    return plan.add(kMasterCategory, parameter.name + ".master", dtype,
+                    {parameter.placement.states.piece(parameter.numel())}, kAllPhases, state_place(parameter));
   };
   switch (config_.master) {
     case MasterForm::kFp32: return add(DType::kU16);
@@ -224,12 +229,13 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
       continue;
     }
 
-    const int64_t piece = zero_.shard.piece(p.numel()), padded = zero_.shard.padded(p.numel());
+    const Shard& states = p.placement.states;
+    const int64_t piece = states.piece(p.numel()), padded = states.padded(p.numel());
     const TensorView kept = arena[ids_[i].gradient];
     const TensorView whole =
         shares_gradient_buffers() ? arena[buffer_ids_[buffer_of(p)]].rows(buffer_offsets_[i], padded) : kept;
-    const bool is_apart = zero_.shards_gradients() && !releases_gradients();
-    const TensorView own = is_apart ? kept : whole.rows(zero_.shard.rank * piece, piece);
+    const bool is_apart = p.placement.gradient.size > 1 && !releases_gradients();
+    const TensorView own = is_apart ? kept : whole.rows(states.rank * piece, piece);
     gradients_.push_back(whole.rows(0, p.numel()).reshaped({p.rows, p.cols}));
     gradient_pieces_.push_back({whole, own});
 
@@ -371,7 +377,7 @@ TensorView Optimizer::queue_squares(Device& device, int unit) {
   const TensorView squares = squares_.rows(static_cast<int64_t>(begin), static_cast<int64_t>(end - begin));
   const bool is_unit = unit != kAllUnits;
   sum_of_squares(device, {.parts = own, .partial = squares, .result = is_unit ? unit_squares_ : total_squares_});
-  if (!zero_.shards_states()) return {};
+  if (!shares_states_) return {};
   return is_unit ? squares : scalars_.rows(0, squares_.numel() + 1);
 }
 

@@ -10,7 +10,6 @@
 #include "core/memory/memory_plan.h"
 #include "core/memory/unit_buffers.h"
 #include "core/parameter.h"
-#include "core/shard.h"
 #include "kernels/device/arena.h"
 #include "optim/optimizer_config.h"
 #include "optim/state_stream.h"
@@ -72,10 +71,10 @@ class Optimizer {
   // the weights the model computes with. Throws Error(kBadInput) when config.master does not fit it: none needs
   // fp32 weights, all other forms bf16. `is_alone`: the run has one rank. With config.offload masters and moments
   // of matrices are in host memory, and there are buffers ("buffers for host memory") through which they pass,
-  // `part_elements` of a parameter at a time. Weights that are in host memory, too (ParameterInfo::place), pass
+  // `part_elements` of a parameter at a time. Weights that are in host memory, too (Placement::memory), pass
   // with them.
-  Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters, const Zero& zero,
-            MemoryPlan& plan, bool is_alone = false, int64_t part_elements = StateStream::kPartElements);
+  Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters, MemoryPlan& plan,
+            bool is_alone = false, int64_t part_elements = StateStream::kPartElements);
 
   // Takes the tensors from the arena; `weights[i]` is this rank's elements of what the model computes with for
   // parameters[i], in any shape; empty for coded ones (ParameterInfo::base). `weight_amax` [number of parameters]
@@ -83,7 +82,7 @@ class Optimizer {
   void bind(const Arena& arena, std::vector<TensorView> weights, const TensorView& weight_amax = {});
 
   // The elements of parameter i that this rank updates: all, or its piece.
-  ElementRange own_range(size_t i) const { return zero_.shard.own(parameters_.at(i).numel()); }
+  ElementRange own_range(size_t i) const { return parameters_.at(i).own_elements(); }
   // Sets elements `first` and following of own_range(i) of parameter i from fp32 values on the host: compute weight
   // and master, by the master form. (kFp24Split and kBf16Sr: rounded to nearest.) A frozen one has no master.
   void set_weight(Device& device, size_t i, std::span<const float> values, int64_t first = 0);
@@ -96,7 +95,9 @@ class Optimizer {
   // ones. If gradients are divided or released, these are buffers for one micro-batch.
   const std::vector<TensorView>& gradients() const { return gradients_; }
   // True if units share them (core/memory/unit_buffers.h).
-  bool shares_gradient_buffers() const { return releases_gradients() || zero_.shards_gradients(); }
+  bool shares_gradient_buffers() const { return releases_gradients() || shards_gradients_; }
+  // True if ranks keep pieces of them.
+  bool shards_gradients() const { return shards_gradients_; }
   bool releases_gradients() const { return config_.release_gradients; }
 
   // ---- For those who reduce gradients over ranks ----
@@ -206,8 +207,8 @@ class Optimizer {
 
   OptimizerConfig config_;
   DType compute_;
-  Zero zero_;
   bool is_alone_;
+  bool shares_states_ = false, shards_gradients_ = false;  // any of them
   std::vector<ParameterInfo> parameters_;
   int64_t part_elements_;
   std::vector<StateIds> ids_;

@@ -1,6 +1,6 @@
 #include <vector>
 
-#include "core/shard.h"
+#include "core/placement.h"
 #include "tests/support/catch.h"
 
 namespace parka {

@@ -3,7 +3,7 @@
 #include <algorithm>
 #include <variant>
 
-#include "core/shard.h"
+#include "core/placement.h"
 #include "engine/step/declared_run.h"
 #include "model/parameter_table.h"
 #include "tests/engine/step_config.h"

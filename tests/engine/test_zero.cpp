@@ -287,11 +287,11 @@ TEST_CASE("transposed codes are gathered where forward is not run again and piec
           "[engine][zero]") {
   const TemporaryFolder folder;
   const auto gathers = [&](const Config& config, int64_t ranks) {
-    const ParameterTable table = make_parameter_table(config.model, config.optimizer.decay_embeddings);
     const Zero zero = zero_of(config, 0, ranks);
+    const ParameterTable table = make_parameter_table(config.model, config.optimizer.decay_embeddings).placed(zero);
     return gathers_transposed(table, Formats(config.precision),
                               kept_copies(config.precision, zero, BaseFormat::kCompute),
-                              training_use(config.precision), zero);
+                              training_use(config.precision));
   };
   Config config = config_for(folder, "parka", 3);
   CHECK_FALSE(gathers(config, 2));

@@ -44,7 +44,7 @@ struct Stacks {
   Stacks(Device& on, const PrecisionConfig& precision, const std::vector<NamedStack>& named)
       : device(on),
         table(table_of(named)),
-        weights(table, Formats(precision), {WeightCopies::kBoth}, training_use(precision), {}, plan) {
+        weights(table, Formats(precision), {WeightCopies::kBoth}, training_use(precision), plan) {
     int first_unit = 1;
     for (const NamedStack& one : named) {
       BufferScope scope(precision, kShape, BufferScope::Purpose::kTraining, plan);

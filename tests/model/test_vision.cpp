@@ -35,7 +35,7 @@ struct Vision {
         images(num_images),
         padding(rows_of_padding),
         table(table_of(tower_config, projector_config)),
-        weights(table, Formats(precision), {WeightCopies::kBoth}, training_use(precision), {}, plan),
+        weights(table, Formats(precision), {WeightCopies::kBoth}, training_use(precision), plan),
         tower_scope(precision, tower_shape(), BufferScope::Purpose::kTraining, plan),
         tower(config, table, tower_scope),
         projected_shape{num_images, Projector::num_tokens(projector_config, config)},

@@ -25,15 +25,25 @@ std::vector<ParameterInfo> small_table() {
 }
 
 // An optimizer with its memory and the weights that a model would own.
+// The same, of a rank of several that divide what ZeRO's stage says.
+std::vector<ParameterInfo> divided_table(int64_t stage, int64_t rank, int64_t num_ranks) {
+  std::vector<ParameterInfo> table = small_table();
+  for (ParameterInfo& p : table) {
+    const auto from = [&](int64_t first) { return stage >= first ? Shard{rank, num_ranks} : Shard{}; };
+    p.placement = {.gradient = from(2), .states = from(1)};
+  }
+  return table;
+}
+
 class TestRun {
  public:
-  TestRun(const OptimizerConfig& config, std::vector<ParameterInfo> table = small_table(), const Zero& zero = {})
+  TestRun(const OptimizerConfig& config, std::vector<ParameterInfo> table = small_table())
       : device(*devices().front()),
         compute(config.master == MasterForm::kNone ? DType::kF32 : DType::kBF16),
-        optimizer(config, compute, table, zero, plan) {
+        optimizer(config, compute, table, plan) {
     std::vector<TensorId> ids;
     for (const ParameterInfo& p : table) {
-      ids.push_back(plan.add("weights", p.name, compute, {zero.shard.own(p.numel()).size()}));
+      ids.push_back(plan.add("weights", p.name, compute, {p.own_elements().size()}));
     }
     const TensorId amax = plan.add("amax", "weight_amax", DType::kF32, {static_cast<int64_t>(table.size())});
     plan.finish();
@@ -433,7 +443,7 @@ TEST_CASE("without clipping a large gradient is used as it is", "[optim][optimiz
 TEST_CASE("a step begins without a loss, and with padding that adds nothing to the norm", "[optim][optimizer]") {
   constexpr float kNaN = std::numeric_limits<float>::quiet_NaN();
   for (const int64_t stage : {0, 1, 2}) {
-    TestRun run(config_of(StateFormat::kFp32, MasterForm::kFp32), small_table(), make_zero(stage, 1, 2));
+    TestRun run(config_of(StateFormat::kFp32, MasterForm::kFp32), divided_table(stage, 1, 2));
     CAPTURE(stage);
     for (size_t i = 0; i < run.optimizer.parameters().size(); ++i) {
       const auto& [whole, own] = run.optimizer.gradient_pieces(i);
@@ -587,7 +597,7 @@ TEST_CASE("ranks that divide the states round as one rank does", "[optim][optimi
     for (int64_t t = 1; t <= 20; ++t) whole.step_with_random_gradient(t);
     for (const int num_ranks : {2, 4}) {
       for (int rank = 0; rank < num_ranks; ++rank) {
-        TestRun run(config, small_table(), make_zero(1, rank, num_ranks));
+        TestRun run(config, divided_table(1, rank, num_ranks));
         const size_t num_parameters = run.optimizer.parameters().size();
         for (size_t i = 0; i < num_parameters; ++i) {
           const std::vector<float> all = random_normal(run.optimizer.parameters()[i].numel(), 8 + i, 0.02f);
@@ -615,7 +625,7 @@ TEST_CASE("a master form that does not fit the weights is refused in one line", 
   const auto refusal = [](MasterForm form, DType compute) -> std::string {
     MemoryPlan plan;
     try {
-      Optimizer(config_of(StateFormat::kFp32, form), compute, small_table(), {}, plan);
+      Optimizer(config_of(StateFormat::kFp32, form), compute, small_table(), plan);
     } catch (const Error& error) {
       return error.code() == ExitCode::kBadInput ? error.what() : "wrong code";
     }

@@ -45,7 +45,7 @@ class OptimizerRun {
   OptimizerRun(Device& device_, const OptimizerConfig& config, int64_t part_elements)
       : device(device_),
         compute(config.master == MasterForm::kNone ? DType::kF32 : DType::kBF16),
-        optimizer(config, compute, table(), Zero{}, plan, /*is_alone=*/true, part_elements) {
+        optimizer(config, compute, table(), plan, /*is_alone=*/true, part_elements) {
     std::vector<TensorId> ids;
     for (const ParameterInfo& p : table()) ids.push_back(plan.add("weights", p.name, compute, {p.numel()}));
     const TensorId amax = plan.add("amax", "weight_amax", DType::kF32, {static_cast<int64_t>(ids.size())});
@@ -223,7 +223,7 @@ TEST_CASE("where gradients are released there are buffers for all parts of the l
     OptimizerConfig config = offloaded({});
     config.release_gradients = releases;
     MemoryPlan plan;
-    const Optimizer optimizer(config, DType::kBF16, parameters, Zero{}, plan, /*is_alone=*/true, 256);
+    const Optimizer optimizer(config, DType::kBF16, parameters, plan, /*is_alone=*/true, 256);
     int64_t count = 0;
     for (const MemoryPlan::Entry& entry : plan.entries()) count += entry.category == kStreamCategory;
     return count;

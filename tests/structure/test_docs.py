@@ -6,11 +6,11 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/results").glob("*.md"))]
 FOLDERS = "bench|configs|docs|examples|fuzz|scripts|src|tests"
-# `src/core/shard.h`, scripts/test.sh, tests/engine: from the root. Not what follows a letter, a dot or a slash.
+# `src/core/placement.h`, scripts/test.sh, tests/engine: from the root. Not what follows a letter, a dot or a slash.
 FROM_ROOT = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*<>-]*)")
-# `core/shard.h`, between backticks: from src/.
+# `core/placement.h`, between backticks: from src/.
 FROM_SOURCE = re.compile(r"`((?:comm|core|data|engine|kernels|model|optim)/[\w./*<>-]*)`")
-# core/shard.h in a comment: from the root, src/ or src/kernels/.
+# core/placement.h in a comment: from the root, src/ or src/kernels/.
 IN_CODE = re.compile(rf"(?<![\w./-])((?:{FOLDERS}|comm|core|cpu|cuda|data|engine|kernels|model|ops|optim)/[\w./]+"
                      r"\.(?:h|cpp|cu|cuh|py|md))\b")
 LINK = re.compile(r"\]\(([^)#]+)(?:#[^)]*)?\)")
@@ -60,7 +60,7 @@ class Docs(unittest.TestCase):
         self.assertEqual(missing_parts(ROOT / "docs/x.md", text), ["architecture.md#none"])
 
     def test_what_is_missing_is_found(self):
-        text = ("`src/core/nowhere.h`, tests/core. `core/gone.h` `core/shard.h` scripts/*.sh configs/*.toml src/kernels/ops/<folder>/<op>.h "
+        text = ("`src/core/nowhere.h`, tests/core. `core/gone.h` `core/placement.h` scripts/*.sh configs/*.toml src/kernels/ops/<folder>/<op>.h "
                 "build/src/x [page](memory.md) [none](none.md#part) [web](https://example.org/docs/none.md)")
         self.assertEqual(missing(ROOT / "docs/x.md", text), ["src/core/nowhere.h", "configs/*.toml", "core/gone.h", "none.md"])
 

@@ -77,15 +77,15 @@ constexpr std::array<Numbering, 4> kOverMpi = {{{"PMI_RANK", "PMI_SIZE"},
 // These number only hosts or the processes of a host, or tell no number of processes: PALS, ALPS. Flux sets PMI's
 // variables, too, unless MPI cannot find its processes.
 constexpr std::array<Numbering, 10> kPartly = {{{"LOCAL_RANK", "LOCAL_WORLD_SIZE"},
-                                               {"NODE_RANK", "NNODES"},
-                                               {"PET_NODE_RANK", "PET_NNODES"},
-                                               {"SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"},
-                                               {"AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"},
-                                               {"PALS_RANKID", "PALS_LOCAL_SIZE"},
-                                               {"MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
-                                               {"FLUX_TASK_RANK", "FLUX_JOB_SIZE"},
-                                               {"ALPS_APP_PE", nullptr},
-                                               {"SLURM_PROCID", nullptr}}};
+                                                {"NODE_RANK", "NNODES"},
+                                                {"PET_NODE_RANK", "PET_NNODES"},
+                                                {"SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"},
+                                                {"AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"},
+                                                {"PALS_RANKID", "PALS_LOCAL_SIZE"},
+                                                {"MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
+                                                {"FLUX_TASK_RANK", "FLUX_JOB_SIZE"},
+                                                {"ALPS_APP_PE", nullptr},
+                                                {"SLURM_PROCID", nullptr}}};
 
 // For one of several processes, which find each other `over` something.
 LaunchedAs counted_by(const Environment& variable, LaunchedAs::Over over, const Numbering& names) {

@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "core/parameter.h"
-#include "core/shard.h"
+#include "core/placement.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/config/config.h"
 

@@ -190,8 +190,9 @@ HuggingFaceWeights open_huggingface_weights(const std::string& folder) {
   std::set<std::string> names;
   for (const auto& [tensor, file] : index) names.insert(file);
   if (has_one_file && !names.contains(kHuggingFaceFileName)) {
-    throw_bad_input("{}: has {} and the files of {}, which are two sets of weights: remove those that are not meant",
-                    folder, kHuggingFaceFileName, kHuggingFaceIndexName);
+    throw_bad_input(
+        "{}: has {} and the files of {}, which are two sets of weights: remove those that are not meant", folder,
+        kHuggingFaceFileName, kHuggingFaceIndexName);
   }
   for (const std::string& name : names) open_file(folder, name, weights);
   check_index(index, weights, where);

@@ -320,7 +320,7 @@ GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
   GpuPlan result;
   result.host_bytes = run.model.host_bytes(run.plan);
   result.host_lines = run.plan.host_summary();
-  result.staging_bytes = staging_bytes(config, run, zero, num_gpus / zero.shard.size);
+  result.staging_bytes = staging_bytes(config, run, num_gpus / zero.shard.size);
   for (const MemoryPlan::CategoryTotal& total : run.plan.summary()) {
     result.lines.push_back({total.category, unsharded[total.category], total.bytes});
     result.total_bytes += total.bytes;

@@ -12,7 +12,7 @@ constexpr uint64_t kRoundingKey = 0x9e3779b97f4a7c15;
 
 BoundRun::BoundRun(const Config& config, const Zero& zero, DeclaredRun& declared, const Arena& arena,
                    Device& device, Communicator& communicator)
-    : config_(config), zero_(zero), declared_(declared), arena_(arena), device_(device) {
+    : config_(config), declared_(declared), arena_(arena), device_(device) {
   if (declared_.workspace.valid()) {
     const TensorView workspace = arena_[declared_.workspace];
     device.set_workspace(workspace.data, workspace.bytes());
@@ -21,14 +21,14 @@ BoundRun::BoundRun(const Config& config, const Zero& zero, DeclaredRun& declared
   declared_.model.bind(device, arena_);
   declared_.optimizer.bind(arena_, declared_.model.weights().own(), declared_.model.weights().amax());
   const int64_t context_size = config_.distributed.context_parallel;
-  if (zero_.shards_states() || context_size > 1) {
+  if (zero.shards_states() || context_size > 1) {
     const int size = communicator.size();
-    const int shard_size = zero_.shards_states() ? static_cast<int>(zero_.shard.size) : size;
+    const int shard_size = zero.shards_states() ? static_cast<int>(zero.shard.size) : size;
     communicator.divide({communicator.rank(), size, shard_size, static_cast<int>(context_size)});
   }
   if (context_size > 1) declared_.model.set_context(&context_.emplace(communicator));
   if (communicator.size() > 1 || declared_.model.weights().has_host_parts()) {
-    exchange_.emplace(zero_, communicator, declared_.model, declared_.optimizer, device_);
+    exchange_.emplace(communicator, declared_.model, declared_.optimizer, device_);
     declared_.model.set_hooks(&*exchange_);
   }
   if (declared_.optimizer.releases_gradients()) {
@@ -59,7 +59,7 @@ BoundRun::MicroBatch BoundRun::begin_micro_batch(const ParameterExchange::Place&
   if (exchange_) exchange_->begin_micro_batch(place);
   const bool hooks_queue = released_ || context_ || (exchange_ && !exchange_->is_idle());
   // Divided gradients leave their buffers in each micro-batch, and ParameterExchange adds them up.
-  const bool overwrites = place.is_first || zero_.shards_gradients();
+  const bool overwrites = place.is_first || declared_.optimizer.shards_gradients();
   return {overwrites ? Accumulation::kBegin : Accumulation::kContinue, with_telemetry && place.is_first
                                                                            ? Model::Queueing::kWithTelemetry
                                                                        : hooks_queue ? Model::Queueing::kEachTime
@@ -67,7 +67,7 @@ BoundRun::MicroBatch BoundRun::begin_micro_batch(const ParameterExchange::Place&
 }
 
 bool BoundRun::takes_gradients(const ParameterExchange::Place& place) const {
-  return released_ || (exchange_ && (place.is_last || zero_.shards_gradients()));
+  return released_ || (exchange_ && (place.is_last || declared_.optimizer.shards_gradients()));
 }
 
 void BoundRun::on_gradient(const std::function<void(int parameter)>& called) {

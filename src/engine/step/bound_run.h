@@ -111,7 +111,6 @@ class BoundRun {
   uint64_t rounding_seed() const;
 
   const Config& config_;
-  const Zero& zero_;
   DeclaredRun& declared_;
   const Arena& arena_;
   Device& device_;

@@ -73,7 +73,7 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
 DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& zero, int64_t workspace_bytes)
     : model(config.model, config.precision, config.optimizer.decay_embeddings, config.micro_batch_shape(),
             config.training.logits_chunk_tokens, Model::Use::kTraining, zero, plan, config.parameter_rules()),
-      optimizer(config.optimizer, config.precision.compute, model.parameters().all, zero, plan,
+      optimizer(config.optimizer, config.precision.compute, model.parameters().all, plan,
                 /*is_alone=*/config.training.global_batch_size == config.training.micro_batch_size &&
                     config.distributed.context_parallel == 1),
       checks(config.reliability, model.parameters().all.size(), plan) {
@@ -84,7 +84,8 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
     std::vector<int64_t> of_units(static_cast<size_t>(model.parameters().num_units()));
     for (const ParameterInfo& p : model.parameters().all) {
       if (!p.trainable) continue;
-      of_units[static_cast<size_t>(p.unit)] += zero.shard.padded(p.numel()) - zero.shard.piece(p.numel());
+      of_units[static_cast<size_t>(p.unit)] +=
+          p.placement.gradient.padded(p.numel()) - p.placement.gradient.piece(p.numel());
     }
     const int64_t largest = std::max(*std::max_element(of_units.begin(), of_units.end()),
                                      ceil_div(gathered_code_bytes(model), size_of(config.optimizer.gradient)));

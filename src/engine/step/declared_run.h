@@ -3,7 +3,7 @@
 #include <optional>
 
 #include "core/memory/memory_plan.h"
-#include "core/shard.h"
+#include "core/placement.h"
 #include "engine/config/config.h"
 #include "engine/step/integrity.h"
 #include "engine/step/telemetry.h"

@@ -7,7 +7,7 @@
 
 #include "comm/communicator.h"
 #include "core/memory/memory_plan.h"
-#include "core/shard.h"
+#include "core/placement.h"
 #include "engine/config/config.h"
 #include "kernels/device/arena.h"
 #include "optim/optimizer.h"

@@ -14,9 +14,9 @@ HostStream::Copy copy_of(const TensorView& target, const TensorView& source) {
 
 }  // namespace
 
-ParameterExchange::ParameterExchange(const Zero& zero, Communicator& communicator, const Model& model,
-                                     const Optimizer& optimizer, Device& device)
-    : zero_(zero), communicator_(communicator), model_(model), optimizer_(optimizer) {
+ParameterExchange::ParameterExchange(Communicator& communicator, const Model& model, const Optimizer& optimizer,
+                                     Device& device)
+    : communicator_(communicator), model_(model), optimizer_(optimizer) {
   const bool has_host_parts = model.weights().has_host_parts();
   PARKA_REQUIRE(communicator.size() > 1 || has_host_parts);
   if (has_host_parts) host_stream_ = device.make_host_stream(gathered_.size());
@@ -61,7 +61,7 @@ void ParameterExchange::prefetch(Device& device, int unit, Pass pass) {
   if (buffer.unit == unit && (buffer.pass == pass || !weights.has_pieces_for_backward(unit))) return;
   buffer = {unit, pass, 0, false};
   if (comes_from_host(unit)) fetch(unit);
-  if (!zero_.shards_weights()) return;
+  if (!weights.is_divided(unit)) return;
   wait_for_host(device, unit);  // collectives begin when what the device has queued is done
   gather(device, unit, pass);
   buffer.number = communicator_.last_queued();
@@ -124,7 +124,7 @@ void ParameterExchange::after_backward(Device& device, int unit) {
   } else if (!place_.is_last && unit > 0) {
     prefetch(device, (unit - 1) % kGatherBuffers + 1, Pass::kForward);
   }
-  if (!place_.is_last && !zero_.shards_gradients()) return;
+  if (!place_.is_last && !optimizer_.shards_gradients()) return;
   for (int parameter : table.trained(unit)) {
     if (gradient_complete_) gradient_complete_(parameter);
   }
@@ -133,7 +133,8 @@ void ParameterExchange::after_backward(Device& device, int unit) {
     const auto i = static_cast<size_t>(parameter);
     const Optimizer::GradientPieces& gradient = optimizer_.gradient_pieces(i);
     uint64_t& reduced = reduced_[gradient_buffer_of(table.all[i])];
-    if (!zero_.shards_states()) {
+    const Placement& placement = table.all[i].placement;
+    if (placement.states.size == 1) {
       communicator_.all_reduce(device, gradient.whole, Reduction::kSum, Peers::kAll);
       reduced = communicator_.last_queued();
       continue;
@@ -141,7 +142,7 @@ void ParameterExchange::after_backward(Device& device, int unit) {
     // Divided gradients: backward has overwritten the buffer with those of this micro-batch alone, and a rank's
     // piece of their sum joins what it has accumulated.
     const Accumulation accumulation =
-        zero_.shards_gradients() && !place_.is_first ? Accumulation::kContinue : Accumulation::kBegin;
+        placement.gradient.size > 1 && !place_.is_first ? Accumulation::kContinue : Accumulation::kBegin;
     communicator_.reduce_scatter(device, gradient.whole, gradient.own, Peers::kShard, accumulation);
     reduced = communicator_.last_queued();
     if (place_.is_last && communicator_.size_of(Peers::kReplicate) > 1) {
@@ -184,7 +185,7 @@ void ParameterExchange::share_in_host(Device& device, int unit) {
   const ModelWeights& weights = model_.weights();
   std::vector<HostStream::Copy> to_device, to_host;
   for (const ModelWeights::HostPart& part : weights.host_parts(unit)) {
-    const int64_t piece = part.host.numel() / zero_.shard.size, begin = zero_.shard.rank * piece;
+    const int64_t piece = part.host.numel() / part.updated.size, begin = part.updated.rank * piece;
     to_device.push_back(copy_of(part.device.rows(begin, piece), part.host.rows(begin, piece)));
     to_host.push_back(copy_of(part.host, part.device));
   }
@@ -198,23 +199,27 @@ void ParameterExchange::share_in_host(Device& device, int unit) {
 
 void ParameterExchange::weights_changed(Device& device, Changed changed) {
   const ModelWeights& weights = model_.weights();
-  const bool shares_whole = zero_.shards_states() && !zero_.shards_weights();
-  const auto is_shared_in_host = [&](int unit) { return shares_whole && comes_from_host(unit); };
+  const auto is_shared_in_host = [&](int unit) {
+    return weights.are_updates_shared() && !weights.is_divided(unit) && comes_from_host(unit);
+  };
   const int num_units = model_.parameters().num_units();
   for (int unit = 0; unit < num_units; ++unit) {
     if (!weights.is_gathered_on_use(unit) && !is_shared_in_host(unit)) {
       gather(device, unit, Pass::kForward, changed);
     }
   }
-  if (zero_.shards_states() && !weights.amax().empty()) {
+  if (weights.are_updates_shared() && !weights.amax().empty()) {
     communicator_.all_reduce(device, weights.amax(), Reduction::kMax, Peers::kShard);
   }
   wait(device, communicator_.last_queued(), "gathered weights");
+  bool any_is_saved = false;
   for (int unit = 0; unit < num_units; ++unit) {
     const bool has_changed = changed == Changed::kAll || !model_.parameters().trained(unit).empty();
-    if (has_changed && is_shared_in_host(unit)) share_in_host(device, unit);
+    if (!has_changed || !is_shared_in_host(unit)) continue;
+    share_in_host(device, unit);
+    any_is_saved = true;
   }
-  if (host_stream_ && shares_whole) device.time_wait(kSaveWait, [&] { host_stream_->wait_saved(); });
+  if (any_is_saved) device.time_wait(kSaveWait, [&] { host_stream_->wait_saved(); });
   weights.quantize(device, changed);
   std::ranges::fill(gathered_, Gathered{});
 }

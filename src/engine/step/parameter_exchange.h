@@ -8,7 +8,7 @@
 
 #include "comm/communicator.h"
 #include "core/memory/unit_buffers.h"
-#include "core/shard.h"
+#include "core/placement.h"
 #include "model/layers/context_exchange.h"
 #include "model/model.h"
 #include "optim/optimizer.h"
@@ -28,10 +28,9 @@ namespace parka {
 // Collectives and copies run beside the device's other work, which waits for them where it needs their result.
 class ParameterExchange final : public UnitHooks {
  public:
-  // For more than one rank, in groups of zero.shard.size if anything is divided, or for weights in host memory that
-  // have buffers on the device. All of these must live as long as the exchange.
-  ParameterExchange(const Zero& zero, Communicator& communicator, const Model& model, const Optimizer& optimizer,
-                    Device& device);
+  // For more than one rank, or for weights in host memory that have buffers on the device. The parameters say what
+  // is divided over which ranks (Placement). All of these must live as long as the exchange.
+  ParameterExchange(Communicator& communicator, const Model& model, const Optimizer& optimizer, Device& device);
 
   // The names of the device's waits (Device::time_wait) when weights pass between it and host memory.
   static constexpr const char *kLoadWait = "weights from the host", *kSaveWait = "weights to the host";
@@ -48,7 +47,7 @@ class ParameterExchange final : public UnitHooks {
   // True if nothing is queued in this micro-batch. Blocks are gathered on use, or none is.
   bool is_idle() const {
     const bool gathers_on_use = model_.weights().is_gathered_on_use(model_.parameters().block_unit(0));
-    return !place_.is_last && !zero_.shards_gradients() && !gathers_on_use;
+    return !place_.is_last && !optimizer_.shards_gradients() && !gathers_on_use;
   }
   void before_forward(Device& device, int unit) override;
   void before_backward(Device& device, int unit) override;
@@ -81,7 +80,6 @@ class ParameterExchange final : public UnitHooks {
   // Parameters whose gradients begin with a unit of backward.
   std::vector<int> opened_by(int unit) const;
 
-  Zero zero_;
   Communicator& communicator_;
   const Model& model_;
   const Optimizer& optimizer_;

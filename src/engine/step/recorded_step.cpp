@@ -21,7 +21,6 @@ class RecordingRank {
   RecordingRank(const Config& config, const Zero& zero, int rank, int size,
                 const std::set<std::string>& one_kernel = {})
       : config_(config),
-        zero_(zero),
         device_(DeviceKind::kCuda,
                 {.op = [this](RecordedOp op) { add(std::move(op)); },
                  .product = [this](const Gemm& a) { products_.push_back(a); },
@@ -33,7 +32,7 @@ class RecordingRank {
                        .wait = [this](RecordedWait wait) { add(wait); }}),
         declared_(config, DeviceKind::kCuda, zero, /*workspace_bytes=*/0),
         arena_(device_, declared_.plan),
-        bound_(config_, zero_, declared_, arena_, device_, communicator_) {
+        bound_(config_, zero, declared_, arena_, device_, communicator_) {
     take();
   }
 
@@ -104,7 +103,6 @@ class RecordingRank {
   }
 
   const Config& config_;
-  Zero zero_;
   std::vector<Work> work_;
   std::vector<Gemm> products_;
   RecordingDevice device_;

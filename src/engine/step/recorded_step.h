@@ -6,7 +6,7 @@
 #include <vector>
 
 #include "comm/recording_communicator.h"
-#include "core/shard.h"
+#include "core/placement.h"
 #include "engine/config/config.h"
 #include "kernels/device/recording_device.h"
 #include "kernels/ops/gemm/gemm.h"

@@ -13,20 +13,23 @@ void TrainingRun::watch_state() {
   const ModelWeights& weights = declared_.model.weights();
   const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
   // Numbers of ranks that hold the same: 0 for what all hold whole, else one for each place in a group.
-  for (NamedTensor& tensor : tensors()) watched_.push_back({std::move(tensor), 1 + zero_.shard.rank});
+  const auto holders = [&](size_t i) { return 1 + parameters[i].placement.states.rank; };
+  for (NamedTensor& tensor : tensors()) {
+    const int64_t held_by = holders(tensor.parameter);
+    watched_.push_back({std::move(tensor), held_by});
+  }
   for (size_t i = 0; i < parameters.size(); ++i) {
     if (parameters[i].is_coded()) {
       for (const CodeTensor& codes : weights.code_tensors(static_cast<int>(i))) {
         watched_.push_back({{parameters[i].name + std::string(codes.suffix), codes.view, {}, {}, i}, 0});
       }
     } else if (!parameters[i].trainable && !base_.is_null()) {
-      watched_.push_back({weight_tensor(i), 1 + zero_.shard.rank});
+      watched_.push_back({weight_tensor(i), holders(i)});
     }
   }
-  if (zero_.shard.size == 1) return;
   for (size_t i = 0; i < parameters.size(); ++i) {
     const TensorView& whole = weights.kept(static_cast<int>(i));
-    if (whole.empty()) continue;
+    if (whole.empty() || parameters[i].placement.states.size == 1) continue;
     watched_.push_back({{parameters[i].name + " (gathered)", whole, {}, {}, i}, 0});
   }
 }

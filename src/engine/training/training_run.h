@@ -11,7 +11,7 @@
 
 #include "comm/communicator.h"
 #include "core/memory/memory_plan.h"
-#include "core/shard.h"
+#include "core/placement.h"
 #include "data/batch_loader.h"
 #include "data/token_files.h"
 #include "engine/checkpoint/checkpoint.h"
@@ -35,7 +35,7 @@ namespace parka {
 
 // Host memory that a rank of the run takes to save beside its training: what it writes of a checkpoint, and a few
 // hashes. `num_copies` ranks that hold the same share the writing. 0 where checkpoint.async is off.
-int64_t staging_bytes(const Config& config, const DeclaredRun& run, const Zero& zero, int64_t num_copies);
+int64_t staging_bytes(const Config& config, const DeclaredRun& run, int64_t num_copies);
 
 // What happened in one optimizer step.
 struct StepReport {

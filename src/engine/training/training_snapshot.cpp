@@ -133,7 +133,7 @@ class DeviceTensor final : public TensorSource {
 
 }  // namespace
 
-int64_t staging_bytes(const Config& config, const DeclaredRun& run, const Zero& zero, int64_t num_copies) {
+int64_t staging_bytes(const Config& config, const DeclaredRun& run, int64_t num_copies) {
   if (!config.checkpoint.async) return 0;
   const auto place_of = [&](int64_t elements, DType dtype) {
     return StagingBuffer::place_of(Shard{0, num_copies}.own(elements).size() * size_of(dtype));
@@ -142,7 +142,7 @@ int64_t staging_bytes(const Config& config, const DeclaredRun& run, const Zero& 
   const bool has_base = config.finetune.method != FinetuneMethod::kFull && !config.checkpoint.init_from.empty();
   for (const ParameterInfo& p : run.model.parameters().all) {
     if ((has_base && !p.trainable) || p.is_coded()) continue;
-    bytes += place_of(zero.shard.own(p.numel()).size(), config.precision.compute);
+    bytes += place_of(p.own_elements().size(), config.precision.compute);
   }
   for (const MemoryPlan::Entry& entry : run.plan.entries()) {
     if (entry.category == kMasterCategory || entry.category == kStateCategory) {
@@ -182,12 +182,14 @@ nlohmann::json TrainingRun::saved_state() const {
 // The tensors of a checkpoint that this rank writes, without their bytes, and the elements of each.
 std::vector<HostTensor> TrainingRun::saved_pieces(std::vector<TensorView>& parts) const {
   const bool several = communicator_.size() > 1;
-  // What several ranks have is saved by all of them, a part each.
-  const Shard among_copies = {communicator_.rank() / zero_.shard.size, communicator_.size() / zero_.shard.size};
+  const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
   std::vector<HostTensor> pieces;
   for (const NamedTensor& tensor : tensors()) {
     HostTensor host{tensor.name, tensor.view.dtype, tensor.shape, {}, {}, {}};
     const TensorView flat = tensor.view.reshaped({tensor.view.numel()});
+    // What several ranks have is saved by all of them, a part each.
+    const int64_t pieces_of_states = parameters[tensor.parameter].placement.states.size;
+    const Shard among_copies = {communicator_.rank() / pieces_of_states, communicator_.size() / pieces_of_states};
     const ElementBox own = among_copies.own(tensor.box, num_elements_of(tensor.shape));
     if (several) host.piece = own;
     parts.push_back(flat.rows(tensor.box.place_of(own.run(0).begin), own.numel()));

@@ -3,6 +3,7 @@
 #include <cstdint>
 
 #include "core/element_box.h"
+#include "core/memory/memory_plan.h"
 #include "core/tensor.h"
 
 namespace parka {
@@ -57,5 +58,14 @@ struct Zero {
 inline Zero make_zero(int64_t stage, int64_t rank, int64_t size) {
   return {stage, stage == 0 ? Shard{} : Shard{rank, size}};
 }
+
+// Where a parameter lives: the memory of its weight, and the ranks over which each of its tensors is divided. They
+// are those of Peers::kShard.
+struct Placement {
+  MemoryPlace memory = MemoryPlace::kDevice;  // of the weight in the compute format; if host, of the states as well
+  Shard weight = {};                          // in the compute format; a divided one is gathered before each use
+  Shard gradient = {};                        // the sum over micro-batches
+  Shard states = {};                          // masters and moments: a rank updates the elements that it has
+};
 
 }  // namespace parka
