@@ -78,10 +78,9 @@ TEST_CASE("a checkpoint with NaN or infinite values is refused by name", "[engin
   run.step();
   const struct {
     const char* name;
-    std::vector<uint8_t> value;                                 // of element 0, little-endian
-  } cases[] = {{"embedding.master", {0x00, 0x00, 0xc0, 0x7f}},  // NaN
-               {"embedding", {0x80, 0x7f}},                     // infinity
-               {"blocks.1.down.exp_avg", {0x7f}},               // NaN code
+    std::vector<uint8_t> value;                    // of element 0, little-endian
+  } cases[] = {{"embedding", {0x80, 0x7f}},        // infinity
+               {"blocks.1.down.exp_avg", {0x7f}},  // NaN code
                {"blocks.0.qkv.exp_avg_sq.amax", {0x00, 0x00, 0x80, 0x7f}}};
   int index = 0;
   for (const auto& c : cases) {
