@@ -178,12 +178,6 @@ std::vector<int> ParameterTable::trained() const {
   return members;
 }
 
-std::vector<int> ParameterTable::linear_weights(int unit) const {
-  std::vector<int> members = this->unit(unit);
-  std::erase_if(members, [&](int i) { return all[static_cast<size_t>(i)].role != ParameterRole::kLinear; });
-  return members;
-}
-
 void ParameterList::add_adapters(const std::string& prefix, const std::string& layer, int64_t cols,
                                  std::initializer_list<Part> parts) {
   int64_t first_row = 0;

@@ -55,8 +55,6 @@ struct ParameterTable {
   // The trained ones among them, and those of all units.
   std::vector<int> trained(int unit) const;
   std::vector<int> trained() const;
-  // The weights among a unit's parameters that a block's GEMMs read.
-  std::vector<int> linear_weights(int unit) const;
   bool ties_head() const { return head == embedding; }
   // The same table for a rank that has what `zero` says; `linear_weights` is the memory of those of blocks.
   ParameterTable placed(const Zero& zero, MemoryPlace linear_weights = MemoryPlace::kDevice) &&;

@@ -36,13 +36,6 @@ void upload_each(Device& device, std::span<const float> values, const TensorView
   upload(device, std::span<const T>(converted), target, first);
 }
 
-template <typename T>
-std::vector<T> download(Device& device, const TensorView& source) {
-  std::vector<T> values(static_cast<size_t>(source.numel()));
-  device.copy_to_host(values.data(), source.as<T>(), source.bytes());
-  return values;
-}
-
 constexpr int64_t kNumStepScalars = 3;     // beside the squares of every parameter: their sum, loss, coefficient
 constexpr int64_t kNumReleaseScalars = 3;  // squares of the step before, own loss, squares of a unit
 
@@ -302,25 +295,6 @@ void Optimizer::copy_weight(Device& device, size_t from, size_t to) {
   device.copy(weights_[to].data, weights_[from].data, weights_[to].bytes());
   const TensorView& master = states_[to].master;
   if (!master.empty()) device.copy(master.data, states_[from].master.data, master.bytes());
-}
-
-std::vector<float> Optimizer::master_weight(Device& device, size_t i) const {
-  device.synchronize();
-  const TensorView &weight = weights_.at(i), &master = states_[i].master;
-  if (config_.master == MasterForm::kNone) return download<float>(device, weight);
-  const std::vector<BFloat16> high = download<BFloat16>(device, weight);
-  std::vector<float> values(high.size());
-  const auto join = [&](const auto& low, const auto& join_element) {
-    std::transform(high.begin(), high.end(), low.begin(), values.begin(), join_element);
-  };
-  if (master.empty()) {
-    std::transform(high.begin(), high.end(), values.begin(), decode_bf16);
-  } else if (config_.master == MasterForm::kFp24Split) {
-    join(download<uint8_t>(device, master), join_float24);
-  } else {
-    join(download<uint16_t>(device, master), join_float);
-  }
-  return values;
 }
 
 void Optimizer::begin_step(Device& device) const {

@@ -88,8 +88,6 @@ class Optimizer {
   void set_weight(Device& device, size_t i, std::span<const float> values, int64_t first = 0);
   // Sets parameter `to` from parameter `from`, of as many elements, within the device.
   void copy_weight(Device& device, size_t from, size_t to);
-  // The exact master values of own_range(i) as fp32; of a frozen parameter its weights.
-  std::vector<float> master_weight(Device& device, size_t i) const;
 
   // The model accumulates gradients in these, in the order of the parameters, [rows, cols] each; empty for frozen
   // ones. If gradients are divided or released, these are buffers for one micro-batch.

@@ -11,6 +11,7 @@
 #include "tests/engine/run_beside_base.h"
 #include "tests/engine/training_run_fixture.h"
 #include "tests/support/thread_ranks.h"
+#include "tests/support/updates.h"
 
 using namespace parka;
 using namespace parka::test;
@@ -82,7 +83,7 @@ struct Whole {
 
   Whole(Device& device, const TrainingRun& run) {
     for (size_t i = 0; i < run.optimizer().parameters().size(); ++i) {
-      masters.push_back(run.optimizer().master_weight(device, i));
+      masters.push_back(master_weight(device, run.optimizer(), i, run.model().weights().own()[i]));
       exp_avg.push_back(decoded(run.optimizer().exp_avg(i)));
       exp_avg_sq.push_back(decoded(run.optimizer().exp_avg_sq(i)));
     }

@@ -508,9 +508,3 @@ TEST_CASE("training lowers the loss on data that it sees again", "[engine][train
     CHECK(last < 3.5);
   }
 }
-
-TEST_CASE("targets are the next tokens and end with the sequence", "[engine]") {
-  CHECK(next_token_targets({1, 2, 3, 4, 5, 6}, 3) ==
-        std::vector<int32_t>{2, 3, kIgnoreTarget, 5, 6, kIgnoreTarget});
-  CHECK(next_token_targets({7}, 1) == std::vector<int32_t>{kIgnoreTarget});
-}

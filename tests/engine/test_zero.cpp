@@ -48,8 +48,9 @@ class CopyCheck {
       const int unit = table.block_unit(l);
       for (const auto pass : {ModelWeights::Pass::kForward, ModelWeights::Pass::kBackward}) {
         if (weights.is_gathered_on_use(unit)) gather(weights, device, communicator, unit, pass);
-        for (const int index : table.linear_weights(unit)) {
-          compare(weights, device, index, table.all[static_cast<size_t>(index)], pass);
+        for (const int index : table.unit(unit)) {
+          const ParameterInfo& p = table.all[static_cast<size_t>(index)];
+          if (p.role == ParameterRole::kLinear) compare(weights, device, index, p, pass);
         }
       }
     }

@@ -4,9 +4,9 @@
 #include <utility>
 #include <vector>
 
-#include "engine/evaluation/evaluation.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"
+#include "tests/support/tensors.h"
 
 // The definition of a whole model in float64, and a check of Parka's fp32 against it.
 namespace parka::test {

@@ -2,10 +2,10 @@
 #include <cmath>
 
 #include "core/philox.h"
-#include "engine/evaluation/evaluation.h"
 #include "model/coded_weights.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"
+#include "tests/support/tensors.h"
 
 using namespace parka;
 using namespace parka::test;

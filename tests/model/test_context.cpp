@@ -2,10 +2,10 @@
 #include <vector>
 
 #include "data/batch_loader.h"
-#include "engine/evaluation/evaluation.h"
 #include "engine/step/parameter_exchange.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"
+#include "tests/support/tensors.h"
 #include "tests/support/thread_ranks.h"
 
 using namespace parka;

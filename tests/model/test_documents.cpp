@@ -1,9 +1,9 @@
 // Documents packed into one sequence against the same documents alone.
 #include <cmath>
 
-#include "engine/evaluation/evaluation.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"
+#include "tests/support/tensors.h"
 
 using namespace parka;
 using namespace parka::test;

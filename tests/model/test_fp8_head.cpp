@@ -1,9 +1,9 @@
 // precision.head = fp8: closeness to fp32, and the same bits however copies of the weight are kept.
 #include <cmath>
 
-#include "engine/evaluation/evaluation.h"
 #include "tests/model/trained_model.h"
 #include "tests/support/catch.h"
+#include "tests/support/tensors.h"
 
 using namespace parka;
 using namespace parka::test;

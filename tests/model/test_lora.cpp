@@ -4,9 +4,9 @@
 
 #include "core/memory/unit_buffers.h"
 #include "core/philox.h"
-#include "engine/evaluation/evaluation.h"
 #include "tests/model/trained_model.h"
 #include "tests/support/catch.h"
+#include "tests/support/tensors.h"
 
 using namespace parka;
 using namespace parka::test;

@@ -1,8 +1,8 @@
 // Blocks whose kept activations wait for backward in host memory, against the same model with all on the device.
-#include "engine/evaluation/evaluation.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"
 #include "tests/support/offload_plan.h"
+#include "tests/support/tensors.h"
 
 using namespace parka;
 using namespace parka::test;

@@ -4,9 +4,9 @@
 #include <limits>
 
 #include "core/parallel.h"
-#include "engine/evaluation/evaluation.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"
+#include "tests/support/tensors.h"
 
 using namespace parka;
 using namespace parka::test;

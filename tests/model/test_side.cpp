@@ -4,10 +4,10 @@
 #include <cmath>
 
 #include "core/philox.h"
-#include "engine/evaluation/evaluation.h"
 #include "model/side/side_network.h"
 #include "tests/model/trained_model.h"
 #include "tests/support/catch.h"
+#include "tests/support/tensors.h"
 
 using namespace parka;
 using namespace parka::test;

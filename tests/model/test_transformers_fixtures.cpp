@@ -2,10 +2,10 @@
 // (tests/fixtures/make_model_fixtures.py made the files).
 #include <cmath>
 
-#include "engine/evaluation/evaluation.h"
 #include "tests/model/fixture_model.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"
+#include "tests/support/tensors.h"
 
 using namespace parka;
 using namespace parka::test;

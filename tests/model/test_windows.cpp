@@ -3,10 +3,10 @@
 #include <algorithm>
 #include <string>
 
-#include "engine/evaluation/evaluation.h"
 #include "engine/training/speed.h"
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"
+#include "tests/support/tensors.h"
 
 using namespace parka;
 using namespace parka::test;

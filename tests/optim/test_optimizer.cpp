@@ -141,7 +141,7 @@ double minimise_quadratic(const OptimizerConfig& config) {
   TestRun run(config, {{"w", 1, N, kLinear, false, 0}});
   run.optimizer.set_weight(run.device, 0, std::vector<float>(N));
   for (int64_t t = 1; t <= num_steps; ++t) {
-    const std::vector<float> w = run.optimizer.master_weight(run.device, 0);
+    const std::vector<float> w = master_weight(run.device, run.optimizer, 0, run.weights[0]);
     std::vector<float> gradient = random_normal(N, 5000 + static_cast<uint64_t>(t), 0.02f);
     for (int64_t i = 0; i < N; ++i) gradient[i] = curvature[i] * (w[i] - target[i] + gradient[i]);
     run.set_gradient(0, gradient);
@@ -149,7 +149,7 @@ double minimise_quadratic(const OptimizerConfig& config) {
     REQUIRE(queue_step(run.optimizer, run.device, {.step = t, .lr = lr, .seed = 7}).wait().applied);
   }
   double loss = 0;
-  const std::vector<float> w = run.optimizer.master_weight(run.device, 0);
+  const std::vector<float> w = master_weight(run.device, run.optimizer, 0, run.weights[0]);
   for (int64_t i = 0; i < N; ++i) loss += 0.5 * curvature[i] * (w[i] - target[i]) * (w[i] - target[i]);
   return loss;
 }
@@ -231,7 +231,7 @@ TEST_CASE("set_weight and master_weight are inverse as far as the form keeps fp3
   for (const auto& [form, name] : EnumNames<MasterForm>::kAll) {
     TestRun run(config_of(StateFormat::kFp32, form));
     run.optimizer.set_weight(run.device, 2, values);
-    const std::vector<float> master = run.optimizer.master_weight(run.device, 2);
+    const std::vector<float> master = master_weight(run.device, run.optimizer, 2, run.weights[2]);
     int wrong = 0;
     for (size_t i = 0; i < values.size(); ++i) {
       const float nearest = decode_bf16(encode_bf16(values[i]));
@@ -260,7 +260,7 @@ TEST_CASE("step follows AdamW in double: clipping, decay of decayed parameters o
   const size_t num_parameters = run.optimizer.parameters().size();
   std::vector<std::vector<double>> w, m, v;
   for (size_t i = 0; i < num_parameters; ++i) {
-    const auto values = run.optimizer.master_weight(run.device, i);
+    const auto values = master_weight(run.device, run.optimizer, i, run.weights[i]);
     w.emplace_back(values.begin(), values.end());
     m.emplace_back(values.size());
     v.emplace_back(values.size());
@@ -291,7 +291,7 @@ TEST_CASE("step follows AdamW in double: clipping, decay of decayed parameters o
   }
   int wrong = 0;
   for (size_t i = 0; i < num_parameters; ++i) {
-    const auto got = run.optimizer.master_weight(run.device, i);
+    const auto got = master_weight(run.device, run.optimizer, i, run.weights[i]);
     // A hundred updates of up to 5e-3, each rounded at the size of the weight.
     for (size_t n = 0; n < got.size(); ++n)
       wrong += !(std::abs(got[n] - w[i][n]) <= 2e-6 * (std::abs(w[i][n]) + 0.02));
@@ -578,14 +578,15 @@ TEST_CASE("stochastic rounding draws by the place in the flat parameter space", 
     run.set_gradient(i, std::vector<float>(512, 1e-3f));
   }
   queue_step(run.optimizer, run.device, {.step = 1, .lr = 1e-3, .seed = 5});
-  const auto a = run.optimizer.master_weight(run.device, 0), b = run.optimizer.master_weight(run.device, 1);
+  const auto a = master_weight(run.device, run.optimizer, 0, run.weights[0]),
+             b = master_weight(run.device, run.optimizer, 1, run.weights[1]);
   CHECK(a != b);
   run.optimizer.set_weight(run.device, 0, std::vector<float>(512, 1.0f));
   TestRun other_seed(config_of(StateFormat::kFp32, MasterForm::kBf16Sr), {{"a", 1, 512, kLinear, true, 0}});
   other_seed.optimizer.set_weight(other_seed.device, 0, std::vector<float>(512, 1.0f));
   other_seed.set_gradient(0, std::vector<float>(512, 1e-3f));
   queue_step(other_seed.optimizer, other_seed.device, {.step = 1, .lr = 1e-3, .seed = 6});
-  CHECK(other_seed.optimizer.master_weight(other_seed.device, 0) != a);
+  CHECK(master_weight(other_seed.device, other_seed.optimizer, 0, other_seed.weights[0]) != a);
 }
 
 TEST_CASE("ranks that divide the states round as one rank does", "[optim][optimizer]") {
@@ -610,10 +611,10 @@ TEST_CASE("ranks that divide the states round as one rank does", "[optim][optimi
           queue_step(run.optimizer, run.device, {.step = t, .lr = 1e-3, .seed = 99});
         }
         for (size_t i = 0; i < num_parameters; ++i) {
-          const std::vector<float> all = whole.optimizer.master_weight(whole.device, i);
+          const std::vector<float> all = master_weight(whole.device, whole.optimizer, i, whole.weights[i]);
           const ElementRange own = run.optimizer.own_range(i);
           CAPTURE(name_of(form), num_ranks, rank, i);
-          CHECK(run.optimizer.master_weight(run.device, i) ==
+          CHECK(master_weight(run.device, run.optimizer, i, run.weights[i]) ==
                 std::vector<float>(all.begin() + own.begin, all.begin() + own.end));
         }
       }

@@ -4,6 +4,7 @@
 #include <memory>
 #include <vector>
 
+#include "core/ignored_target.h"
 #include "core/philox.h"
 #include "core/tensor.h"
 #include "kernels/device/device.h"
@@ -192,5 +193,14 @@ class TestMatrix {
   Scaling scaling_;
   int64_t group_;
 };
+
+// Targets of rows of tokens, [sequences, S]: the next token, and kIgnoreTarget at the end of a sequence.
+inline std::vector<int32_t> next_token_targets(const std::vector<int32_t>& tokens, int64_t sequence_length) {
+  std::vector<int32_t> targets(tokens.size(), kIgnoreTarget);
+  for (size_t t = 0; t + 1 < tokens.size(); ++t) {
+    if (static_cast<int64_t>(t + 1) % sequence_length != 0) targets[t] = tokens[t + 1];
+  }
+  return targets;
+}
 
 }  // namespace parka::test

@@ -24,14 +24,6 @@
 
 namespace parka {
 
-std::vector<int32_t> next_token_targets(const std::vector<int32_t>& tokens, int64_t sequence_length) {
-  std::vector<int32_t> targets(tokens.size(), kIgnoreTarget);
-  for (size_t t = 0; t + 1 < tokens.size(); ++t) {
-    if (static_cast<int64_t>(t + 1) % sequence_length != 0) targets[t] = tokens[t + 1];
-  }
-  return targets;
-}
-
 namespace {
 
 // The memory of a Model::Batch.

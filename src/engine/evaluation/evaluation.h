@@ -15,10 +15,6 @@
 
 namespace parka {
 
-// Next-token targets of `sequences` rows of `tokens` [sequences, S]: targets[s, i] = tokens[s, i + 1], and
-// kIgnoreTarget at the last position, whose next token is not in the sequence.
-std::vector<int32_t> next_token_targets(const std::vector<int32_t>& tokens, int64_t sequence_length);
-
 struct EvaluationResult {
   double loss = 0;  // mean cross-entropy over all targets, nats per token
   int64_t num_targets = 0;
