@@ -247,6 +247,45 @@ bool are_floats(const std::vector<std::string>& pages) {
          are_whole<uint64_t>(pages, [](uint64_t bits) { return std::bit_cast<double>(bits); });
 }
 
+// True if the last 16 of every 16 * stride bits are those of floating-point numbers that are dense about 0, as
+// weights, embeddings and random numbers are: half as many of the smallest ones reach a power of two less far. Half
+// as many of the smallest ids reach half as far, and ids of text do not leave the beginning out.
+bool are_dense_floats(const std::vector<std::string>& pages, size_t stride, int fraction_bits) {
+  constexpr size_t kLeast = 256;
+  constexpr double kLeastStep = 0.6, kMostStep = 1.65, kMostAboveMedian = 5;
+  std::vector<double> exponents;
+  for (const std::string_view page : pages) {
+    for (size_t i = stride; 2 * i <= page.size(); i += stride) {
+      const int bits = value_at<uint16_t>(page, 2 * (i - 1)) & 0x7fff;
+      if (bits != 0) exponents.push_back(std::ldexp(bits, -fraction_bits));
+    }
+  }
+  if (exponents.size() < kLeast) return false;
+  std::ranges::sort(exponents);
+  const auto reach = [&](double share) {
+    return exponents[static_cast<size_t>(share * static_cast<double>(exponents.size()))];
+  };
+  for (double share = 0.5; share > 0.1; share /= 2) {
+    const double step = reach(share) - reach(share / 2);
+    if (step < kLeastStep || step > kMostStep) return false;
+  }
+  return reach(1.0 / 16) >= std::ldexp(4096, -fraction_bits) && reach(0.99) - reach(0.5) <= kMostAboveMedian;
+}
+
+// True if nearly each id is one more than that before it, as the positions of tokens are.
+template <typename T>
+bool are_positions(const std::vector<std::string>& pages) {
+  constexpr int64_t kLeast = 256;
+  int64_t pairs = 0, rising = 0;
+  for (const std::string_view page : pages) {
+    for (size_t i = sizeof(T); i + sizeof(T) <= page.size(); i += sizeof(T)) {
+      ++pairs;
+      rising += value_at<T>(page, i) == value_at<T>(page, i - sizeof(T)) + uint64_t{1};
+    }
+  }
+  return pairs >= kLeast && 10 * rising >= 9 * pairs;
+}
+
 // True if the bytes are marks of a mask, and not ids: those have large numbers nowhere but in their lower bytes.
 // Such ids as a byte of 1 behind another makes are no vocabulary.
 bool are_marks(const std::vector<std::string>& pages, TokenType type) {
@@ -382,6 +421,13 @@ Format format_of_numbers(const ReadOnlyFile& file, TokenType type, int64_t vocab
             "list the ids, and put a mask beside (docs/data.md)"};
   }
   if (are_floats(pages)) return {"has ids as floating-point numbers", kWriteIntegers};
+  if (are_dense_floats(pages, 1, 10) || are_dense_floats(pages, 1, 7) || are_dense_floats(pages, 2, 7) ||
+      are_dense_floats(pages, 4, 4)) {
+    return {"has floating-point numbers, as weights and embeddings are", kNoIds};
+  }
+  if (is_16 ? are_positions<uint16_t>(pages) : are_positions<uint32_t>(pages)) {
+    return {"has numbers that count up, as positions of tokens", "list the file of ids"};
+  }
   const BytesOfIds bytes(pages);
   if (is_16 && are_bytes(bytes)) return {"has ids of 8 bits", kWriteIntegers};
   if (is_16 && are_swapped(bytes)) {

@@ -64,6 +64,15 @@ size_t widen(std::span<const Token> ids, int64_t vocab_size, int32_t* out) {
   return ids.size();
 }
 
+// True if an array of numpy.save() begins near a byte, as where files were joined.
+bool is_near_numpy(const ReadOnlyFile& file, int64_t byte) {
+  constexpr int64_t kReach = 256;
+  const int64_t begin = std::max<int64_t>(0, byte - kReach);
+  std::string bytes(static_cast<size_t>(std::min(file.size(), byte + kReach) - begin), '\0');
+  file.read(begin, std::as_writable_bytes(std::span(bytes)));
+  return bytes.find("\x93NUMPY") != bytes.npos;
+}
+
 template <typename Token>
 void read_tokens(const ReadOnlyFile& file, int64_t first_byte, int64_t first_token, int64_t count,
                  int64_t vocab_size, int32_t* out) {
@@ -71,9 +80,12 @@ void read_tokens(const ReadOnlyFile& file, int64_t first_byte, int64_t first_tok
   file.read(first_byte + first_token * static_cast<int64_t>(sizeof(Token)), std::as_writable_bytes(std::span(ids)));
   const size_t bad = widen(std::span<const Token>(ids), vocab_size, out);
   if (bad < ids.size()) {
-    throw_bad_input(
-        "{}: token {} is id {}, but the vocabulary has {} ids; check model.vocab_size and data.token_dtype",
-        file.path(), first_token + static_cast<int64_t>(bad), ids[bad], vocab_size);
+    const int64_t token = first_token + static_cast<int64_t>(bad);
+    throw_bad_input("{}: token {} is id {}, but the vocabulary has {} ids; {}", file.path(), token, ids[bad],
+                    vocab_size,
+                    is_near_numpy(file, first_byte + token * static_cast<int64_t>(sizeof(Token)))
+                        ? "a header of numpy.save() is there, as where files were joined: join raw ids alone"
+                        : "check model.vocab_size and data.token_dtype");
   }
 }
 

@@ -213,6 +213,26 @@ std::optional<size_t> TokenFiles::source_without_targets() const {
   return first_source_without([&](int64_t sequence, size_t) { return read_example(sequence, example) > 0; });
 }
 
+TokenFiles::Estimate TokenFiles::estimate() const {
+  constexpr int64_t kMostSequences = 64, kMostTokens = int64_t{1} << 18;
+  const auto S = static_cast<size_t>(sequence_length_);
+  const int64_t count =
+      std::clamp<int64_t>(kMostTokens / sequence_length_, 1, std::min(kMostSequences, num_sequences()));
+  std::vector<int32_t> tokens(S), targets(S), first_keys(rules_.separate_documents ? S : 0);
+  const Example example = {tokens.data(), targets.data(), rules_.separate_documents ? first_keys.data() : nullptr};
+  double num_targets = 0, inside = 0, documents = 0;
+  for (int64_t i = 0; i < count; ++i) {
+    num_targets += static_cast<double>(read_example(num_sequences() / count * i, example));
+    // Those of one token, as each of padding may be, are passed over.
+    for (size_t t = 1; t < first_keys.size(); ++t) {
+      const auto begin = static_cast<size_t>(first_keys[t]);
+      inside += static_cast<int>(begin != t) + static_cast<int>(begin + 1 == t);
+      documents += static_cast<int>(begin + 1 == t && begin > 0);
+    }
+  }
+  return {num_targets / static_cast<double>(count * sequence_length_), documents > 0 ? inside / documents : 0};
+}
+
 bool TokenFiles::shows_documents(int64_t sequence) const {
   const Place place = find(sequence);
   if (rules_.document_ids.any()) {

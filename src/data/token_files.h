@@ -70,6 +70,13 @@ class TokenFiles {
   // for it. Short ones may be a single document where ids tell.
   std::optional<size_t> source_without_documents() const;
 
+  // What a few sequences tell of all: the share of tokens that are targets, and about how long documents are, 0
+  // where none begins. Throws as read_example() does.
+  struct Estimate {
+    double targets, document_length;
+  };
+  Estimate estimate() const;
+
   // The images with slots in a sequence, in order, if rules() has images. Threads may read at the same time.
   std::vector<ImagePlace> images_of(int64_t sequence) const;
   // The most that one sequence has; 0 if rules() has no images.

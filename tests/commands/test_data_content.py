@@ -181,6 +181,12 @@ class HeldOut(DataFolder):
         for pattern in ("*.npy", "*-00000.npy", "[et]*"):
             self.assert_all_refuse(self.config(train=[self.path(f"fw/{pattern}")]), "eval-00000.npy", self.path("fw/train-*.npy"))
         self.assert_all_take(self.config(train=[self.path("fw/train-*.npy")], eval=[self.path("fw/eval-*.npy")]))
+        # What was made for training is not held out, and files that are exchanged are not meant.
+        for held_out in ("*.npy", "train-0000?.npy"):
+            self.assert_all_refuse(self.config(eval=[self.path(f"fw/{held_out}")]), "data.eval", "train-00000.npy", self.path("fw/eval-*.npy"))
+        exchanged = self.config(train=[self.path("fw/eval-00000.npy")], eval=[self.path("fw/train-00001.npy")])
+        self.assert_all_refuse(exchanged, "data.eval", "train-00001.npy", self.path("fw/eval-*.npy"))
+        self.assert_all_take(self.config(train=[self.path("fw/train-00000.npy")], eval=[self.path("fw/train-00001.npy")]))  # as they are named
         # By its own name it may be trained on.
         self.assert_all_take(self.config(train=[self.path("fw/train-*.npy"), self.path("fw/eval-00000.npy")]))
 

@@ -136,6 +136,23 @@ class Prepared(Files):
         self.assert_refused_everywhere(self.all(), self.of(9))
         self.assert_taken(self.config([self.of(0)], VOCAB, **CHAT))
 
+    def test_a_description_of_something_else_is_told_and_a_damaged_one_refused(self):
+        path = f"{self.folder_of_data}/data.json"
+        with open(path, encoding="utf-8") as file:
+            described = json.load(file)
+        for other in ({}, [{"messages": []}], {"name": "chats"}, {"dtype": "uint16"}):
+            with self.subTest(other):
+                self.write("chats/data.json", json.dumps(other).encode())
+                self.forget_run()
+                result = self.train(self.all())
+                assert_told(self, result, path)
+                self.assertEqual(result.stderr.count(path), 1, result.stderr)
+        for key, value in (("vocab_size", "272"), ("vocab_size", 272.5), ("eos", None), ("eos", [0]), ("sequence_length", "256"), ("bos", "0")):
+            with self.subTest(key=key, value=value):
+                self.write("chats/data.json", json.dumps({**described, key: value}).encode())
+                self.assert_refused_everywhere(self.all(), path, key)
+                assert_refused(self, parka("data", self.of(0)), path, key)
+
     def test_conversations_of_two_templates_are_told(self):
         other = self.path("other")
         shutil.copytree(self.made, other)
@@ -263,7 +280,54 @@ class Taken(Files):
             assert_told(self, self.train(config), "one.npy", "twice")
 
 
+    def test_labels_beside_inputs(self):
+        ids = random_ids(64 * 32 + 2, VOCAB)
+        for name, first in (("x", 0), ("y", 1)):
+            self.write(f"{name}/{name}.bin", ids[first:first + 64 * 32])
+        for files in (["x/x.bin", "y/y.bin"], ["y/*.bin", "x/x.bin"], ["[xy]/*.bin"]):
+            self.assert_refused_everywhere(self.config([self.path(name) for name in files], VOCAB), "x.bin", "y.bin", "data.train")
+        self.write("y/y.bin", ids[2:])
+        self.assert_taken(self.config([self.path("[xy]/*.bin")], VOCAB))
+
+    def test_a_part_of_training_data_that_is_held_out(self):
+        ids = random_ids(400 * 32, VOCAB)
+        train = self.write("train.bin", ids)
+        for part in (ids, ids[-100 * 32:], ids[:100 * 32]):
+            held_out = self.write("val.bin", part)
+            self.forget_run()
+            assert_told(self, self.train(self.config([train], VOCAB, eval=[held_out])), train, held_out)
+        padding = np.zeros(4096, "<u2")
+        self.write("train.bin", np.concatenate((ids, padding)))
+        self.write("val.bin", np.concatenate((ids[7:3207], padding)))
+        self.forget_run()
+        result = self.train(self.config([train], VOCAB, eval=[held_out]))
+        assert_ended_well(self, result)
+        self.assertNotIn(held_out, result.stderr)
+
+    def test_a_mask_that_says_one_thing_alone(self):
+        path = self.write_ids("m/x.npy")
+        for marks, is_told in ((b"\1" * 2048, True), (b"\3" + b"\1" * 2047, True), (b"\0\1" * 1024, False)):
+            self.write("m/x.npy.mask", marks)
+            self.forget_run()
+            result = self.train(self.pattern("m/x.npy", loss_mask=True))
+            assert_ended_well(self, result)
+            self.assertEqual("warning" in result.stderr, is_told, result.stderr)
+            self.assertEqual(f"{path}.mask" in result.stderr, is_told, result.stderr)
+            self.assertRegex(result.stderr, "100 %|97 %" if is_told else " [45][0-9] %")
+
+
 class Documents(Files):
+    def test_short_documents_are_told(self):
+        for length, is_told in ((4, True), (12, True), (24, False), (100, False)):
+            ids = random_ids(64 * 256, VOCAB - 2)
+            ids[::length] = VOCAB - 1
+            self.write("x.npy", ids)
+            self.forget_run()
+            result = self.train(self.config([self.path("x.npy")], VOCAB, documents="separate", document_end=VOCAB - 1, sequence_length=256))
+            assert_ended_well(self, result)
+            self.assertEqual("data.document_end" in result.stderr, is_told, result.stderr)
+            self.assertRegex(result.stderr, f"of about {length}\\b")
+
     def test_files_in_which_no_document_begins(self):
         path = self.write("x.npy", random_ids(64 * 32, 200))
         for key in ("document_end", "document_start"):

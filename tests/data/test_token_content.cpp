@@ -226,6 +226,78 @@ TEST_CASE("ids as floating-point numbers are refused", "[data][token_content]") 
   }
 }
 
+TEST_CASE("floating-point numbers of weights and embeddings are refused, and ids within narrow bounds are not",
+          "[data][token_content]") {
+  std::mt19937 random(5);
+  std::normal_distribution<double> normal;
+  const size_t count = GENERATE(1024, 50'000);
+  const auto halves_of = [](const std::vector<double>& values) {
+    std::vector<uint16_t> halves;
+    for (const double value : values) {
+      int exponent = 0;
+      const double mantissa = std::frexp(std::abs(value), &exponent);
+      const int bits = exponent < -13 ? 0 : ((exponent + 14) << 10) | static_cast<int>((mantissa * 2 - 1) * 1024);
+      halves.push_back(static_cast<uint16_t>(bits | (std::signbit(value) ? 0x8000 : 0)));
+    }
+    return halves;
+  };
+  for (const auto& [spread, is_signed, is_even] : {std::tuple{0.02, true, false},
+                                                   {0.05, true, false},
+                                                   {1.0, true, false},
+                                                   {1.0, false, false},
+                                                   {1.0, true, true},
+                                                   {1.0, false, true}}) {
+    CAPTURE(spread, is_signed, is_even, count);
+    std::vector<double> values(count);
+    for (double& value : values) {
+      value = spread * (is_even ? static_cast<double>(random()) / 2147483648.0 - 1 : normal(random));
+      if (!is_signed) value = std::abs(value);
+    }
+    const std::vector<float> floats(values.begin(), values.end());
+    std::vector<uint16_t> bfloats;
+    for (const float value : floats) bfloats.push_back(static_cast<uint16_t>(std::bit_cast<uint32_t>(value) >> 16));
+    for (const std::string& bytes :
+         {as_bytes(halves_of(values)), as_bytes(bfloats), as_bytes(floats), as_bytes(values)}) {
+      CHECK(refusal(bytes, TokenType::kUint16, 65536).find("floating-point") != std::string::npos);
+      CHECK_FALSE(refusal(bytes, TokenType::kUint32).empty());
+    }
+  }
+  // As codes of pictures or sounds are, and ids of vocabularies that begin with the rare ones.
+  for (const auto& [first, width] : {std::pair{16000, 512}, {15360, 1024}, {15000, 2048}, {30000, 8192}}) {
+    std::vector<int64_t> codes(count), reversed = ids_of(65536, count);
+    for (int64_t& code : codes) code = first + static_cast<int64_t>(random() % static_cast<unsigned>(width));
+    for (int64_t& id : reversed) id = 65535 - id;
+    CHECK(refusal(stored_as<uint16_t>(codes), TokenType::kUint16, 65536).empty());
+    CHECK(refusal(stored_as<uint16_t>(reversed), TokenType::kUint16, 65536).empty());
+  }
+}
+
+TEST_CASE("positions of tokens are refused", "[data][token_content]") {
+  for (const int64_t length : {16, 1000, 1024, 40'000}) {
+    std::vector<int64_t> positions(50'000);
+    for (size_t i = 0; i < positions.size(); ++i) positions[i] = static_cast<int64_t>(i) % length;
+    CHECK_FALSE(refusal(stored_as<uint16_t>(positions)).empty());
+    CHECK_FALSE(refusal(stored_as<uint32_t>(positions), TokenType::kUint32).empty());
+    for (size_t i = 0; i < positions.size(); i += 4) positions[i] = 7;  // ids may count up for a while
+    CHECK(refusal(stored_as<uint16_t>(positions)).empty());
+  }
+}
+
+TEST_CASE("a header of numpy.save() behind raw ids is told where it ends a run", "[data][token_content]") {
+  const std::string header =
+      "\x93NUMPY\1\0v\0{'descr': '<i4', 'fortran_order': False, 'shape': (60000,), }      \n"s;
+  const TemporaryFolder folder;
+  const std::vector<int64_t> ids = ids_of(1000, 20'001);
+  for (const auto& array : {stored_as<int32_t>(ids), stored_as<uint16_t>(ids)}) {
+    write_file(folder / "t.npy", stored_as<uint16_t>(ids) + header + array);
+    const TokenFile file(folder / "t.npy", TokenType::kUint16);
+    std::vector<int32_t> read(21'000);
+    const auto error = error_of([&] { file.read(0, 21'000, 1024, read.data()); });
+    CHECK(contains(error, "token 20001 is id"));
+    CHECK(contains(error, "numpy"));
+  }
+}
+
 TEST_CASE("ids of 8 bits are refused", "[data][token_content]") {
   const int64_t vocab_size = GENERATE(5, 65, 200);
   CHECK(refusal(stored_as<uint8_t>(ids_of(vocab_size, 20'000))).find("8 bits") != std::string::npos);

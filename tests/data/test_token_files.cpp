@@ -6,10 +6,10 @@
 #include <sys/wait.h>
 #include <unistd.h>
 
+#include <algorithm>
 #include <atomic>
 #include <cstdint>
 #include <filesystem>
-#include <numeric>
 #include <string>
 #include <thread>
 #include <vector>
@@ -24,17 +24,15 @@ namespace {
 
 constexpr int64_t kVocab = 50304;
 
-std::vector<uint16_t> counting(uint16_t first, size_t count) {
-  std::vector<uint16_t> ids(count);
-  std::iota(ids.begin(), ids.end(), first);
+// Numbers that count up, two and two exchanged: else they would be positions.
+template <typename T = uint16_t>
+std::vector<T> counting(int first, size_t count) {
+  std::vector<T> ids(count);
+  std::ranges::generate(ids, [&] { return static_cast<T>(first++ ^ 1); });
   return ids;
 }
 
-std::vector<int32_t> counting_sequence(int32_t first, size_t count) {
-  std::vector<int32_t> ids(count);
-  std::iota(ids.begin(), ids.end(), first);
-  return ids;
-}
+std::vector<int32_t> counting_sequence(int32_t first, size_t count) { return counting<int32_t>(first, count); }
 
 }  // namespace
 
@@ -254,7 +252,7 @@ int open_under_limit(const TemporaryFolder& folder, int count, rlim_t most) {
   std::vector<std::string> paths;
   for (int i = 0; i < count; ++i) {
     paths.push_back(folder / std::to_string(i));
-    write_tokens(paths.back(), counting(static_cast<uint16_t>(i), 4));
+    write_tokens(paths.back(), counting(i, 4));
   }
   const pid_t child = fork();
   if (child == 0) {

@@ -18,6 +18,7 @@ namespace {
 
 namespace fs = std::filesystem;
 using nlohmann::json;
+using std::string_view_literals::operator""sv;
 
 // The file's content where it is that of a data.json; null where it is not there, or what another program wrote.
 // Throws Error(kBadInput) if it is cut: what it said would no longer count.
@@ -163,7 +164,26 @@ void DataDescriptions::check_complete(const std::string& pattern, const std::vec
   }
 }
 
+void DataDescriptions::warn_of_others() const {
+  for (const auto& [path, folder] : folders_) {
+    const std::string file = description_path(path / "file").string();
+    if (!folder.splits.empty() || !file_exists(file)) continue;
+    log_warning(
+        "{}: describes no token files, as that of scripts/prepare_data.py does, so it tells nothing of those beside it; "
+        "move it away, or copy theirs",
+        file);
+  }
+}
+
 void check_described_type(const fs::path& file, const json& description, TokenType type) {
+  for (const char* key : {"vocab_size", "eos", "sequence_length", "bos"}) {
+    const json value = description.value(key, json(0));
+    const bool is_list =
+        value.is_array() && std::ranges::all_of(value, [](const json& id) { return id.is_number_integer(); });
+    if (value.is_number_integer() || (key == "bos"sv && is_list)) continue;
+    throw_bad_input("{}: \"{}\" is no integer, as scripts/prepare_data.py writes it; copy the folder again",
+                    description_path(file).string(), key);
+  }
   if (description.at("dtype") == name_of(type)) return;
   throw_bad_input("{}: its ids are {}, as {} says, and would be read as {}; set data.token_dtype, or --dtype",
                   file.string(), description.at("dtype").get<std::string>(), description_path(file).string(),

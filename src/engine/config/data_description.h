@@ -29,6 +29,9 @@ class DataDescriptions {
   // that it would take, or have one beside them that was not.
   void check_complete(const std::string& pattern, const std::vector<std::string>& files);
 
+  // Warns of each data.json, of those that were looked for, that describes no token files.
+  void warn_of_others() const;
+
  private:
   struct Folder {
     nlohmann::json description;                      // null if there is none
@@ -42,7 +45,8 @@ class DataDescriptions {
 // The data.json that describes a token file.
 std::filesystem::path description_path(const std::filesystem::path& file);
 
-// Throws Error(kBadInput) if `description`, that of `file`, says that its ids are of another type.
+// Throws Error(kBadInput) if `description`, that of `file`, says that its ids are of another type, or
+// has a value of another type than that key has.
 void check_described_type(const std::filesystem::path& file, const nlohmann::json& description, TokenType type);
 
 // Throws Error(kBadInput), naming the keys to set, if `description` says of `file` that the config would read other

@@ -6,6 +6,7 @@
 #include <map>
 #include <optional>
 #include <set>
+#include <span>
 
 #include <fmt/ranges.h>
 #include "core/error.h"
@@ -98,24 +99,88 @@ void check_mask(const TokenFile& file) {
       file.path());
 }
 
-// A pattern that takes what scripts/prepare_data.py has held out in the same folder.
-void check_patterns(const std::vector<std::string>& sources) {
+// Refuses a pattern that takes what scripts/prepare_data.py has made for the other use, and files of both uses that
+// are exchanged.
+void check_splits(const Config& config) {
   DataDescriptions descriptions;
-  for (const std::string& source : sources) {
-    if (!is_pattern(source)) continue;
+  std::set<fs::path> exchanged;  // folders of which held-out files are trained on, by their names
+  const auto refuse = [](const std::string& key, const std::string& source, const fs::path& file, const char* use,
+                         const char* split) {
+    throw_bad_input("{}: \"{}\" takes {}, which is {}, as {} says; write \"{}\"", key, source, file.string(), use,
+                    description_path(file).string(),
+                    (file.parent_path() / (std::string(split) + "-*" + file.extension().string())).string());
+  };
+  for (const std::string& source : config.data.train) {
     for (const fs::path file : expand_source(source)) {
       if (descriptions.of(file, "eval") == nullptr) continue;
-      throw_bad_input("data.train: \"{}\" takes {}, which is held out, as {} says; write \"{}\"", source,
-                      file.string(), description_path(file).string(),
-                      (file.parent_path() / ("train-*" + file.extension().string())).string());
+      if (is_pattern(source)) refuse("data.train", source, file, "held out", "train");
+      exchanged.insert(file.parent_path());
     }
   }
+  for (const std::string& source : held_out_sources(config)) {
+    for (const fs::path file : expand_source(source, true)) {
+      const bool is_meant = !is_pattern(source) && !exchanged.contains(file.parent_path());
+      if (descriptions.of(file, "train") == nullptr || is_meant) continue;
+      refuse("data.eval or evaluation.sets", source, file, "for training", "eval");
+    }
+  }
+  descriptions.warn_of_others();
 }
+
+// A mask that says the same of all its first tokens, as one of another meaning may. Returns true if it is told.
+bool warn_of_mask(const TokenFile& file) {
+  constexpr int64_t kFirst = 1 << 14;
+  std::vector<uint8_t> marks(static_cast<size_t>(std::min(kFirst, file.num_tokens())));
+  file.read_marks(0, std::ssize(marks), marks.data());
+  const auto targets = std::ranges::count_if(marks, [](uint8_t mark) { return (mark & kMarkTarget) != 0; });
+  if (targets != 0 && targets != std::ssize(marks)) return false;
+  log_warning("{}.mask: of the first {} tokens it excludes {}; check that 1 marks what is to be learnt",
+              file.path(), marks.size(), targets == 0 ? "all" : "nothing");
+  return true;
+}
+
+// Hashes of the first and of the last 4 KiB of a file; none of what is one byte again and again, as padding.
+std::vector<std::pair<bool, uint64_t>> hashes_of_ends(const ReadOnlyFile& file) {
+  const std::vector<std::byte> both = file.ends();
+  std::vector<std::pair<bool, uint64_t>> hashes;
+  for (const bool is_end : {false, true}) {
+    const auto bytes = std::span(both).subspan(is_end ? both.size() / 2 : 0, both.size() / 2);
+    if (std::ranges::any_of(bytes, [&](std::byte b) { return b != bytes[0]; }))
+      hashes.emplace_back(is_end, xxh3_64(bytes));
+  }
+  return hashes;
+}
+
+// Of files of data.train.
+struct Trained {
+  std::map<FileId, std::string> files;
+  std::map<std::pair<bool, uint64_t>, std::string> ends;
+  std::map<std::pair<bool, uint64_t>, std::string> begins;  // from the first token on, and from the second
+
+  // Throws Error(kBadInput) if the tokens are those of another file without its first, as labels are.
+  void check_begin(const TokenFile& file) {
+    constexpr int64_t kTokens = 1024, kLeast = 32;
+    std::vector<int32_t> ids(static_cast<size_t>(std::min(kTokens, file.num_tokens() - 1) + 1));
+    file.read(0, std::ssize(ids), kAnyVocabulary, ids.data());
+    if (std::ssize(ids) <= kLeast ||
+        std::ranges::equal(std::span(ids).subspan(1), std::span(ids).first(ids.size() - 1)))
+      return;
+    for (const bool is_later : {false, true}) {
+      const uint64_t hash = xxh3_64(std::as_bytes(std::span(ids).subspan(is_later ? 1 : 0, ids.size() - 1)));
+      if (const auto found = begins.find({!is_later, hash}); found != begins.end()) {
+        throw_bad_input(
+            "data.train: {} has the tokens of {}, one token {}, as labels and inputs; list the inputs alone",
+            file.path(), found->second, is_later ? "later" : "earlier");
+      }
+      begins.try_emplace({is_later, hash}, file.path());
+    }
+  }
+};
 
 // The files of data.train. Throws Error(kBadInput) if a file is there by several entries, unless one entry is
 // written twice: then that is meant, and told. Copies are told by their size and ends.
-std::map<FileId, std::string> distinct_files(const TokenFiles& training, const Config& config) {
-  std::map<FileId, std::string> trained;
+Trained distinct_files(const TokenFiles& training, const Config& config) {
+  Trained trained;
   std::map<FileId, const std::string*> entries;
   std::map<std::pair<int64_t, uint64_t>, std::string> contents;
   bool is_told = false;
@@ -123,15 +188,18 @@ std::map<FileId, std::string> distinct_files(const TokenFiles& training, const C
   auto next = opened.begin();
   for (const std::string& source : config.data.train) {
     for (size_t left = expand_source(source).size(); left > 0; --left) {
-      const ReadOnlyFile& file = *(*next++)->files().front();
+      const TokenFile& tokens = **next++;
+      const ReadOnlyFile& file = *tokens.files().front();
       const std::optional<FileId> id = file_id(file.path());
       if (!id) continue;
-      const auto [same, is_new] = trained.emplace(*id, file.path());
+      const auto [same, is_new] = trained.files.emplace(*id, file.path());
       const std::string* entry = entries.emplace(*id, &source).first->second;
       if (!is_new && (entry == &source || *entry != source)) {
         throw_bad_input("data.train: {} is the same file as {}, which \"{}\" takes; take it out of one",
                         file.path(), same->second, *entry);
       }
+      if (is_new) trained.check_begin(tokens);
+      for (const auto& hash : hashes_of_ends(file)) trained.ends.try_emplace(hash, file.path());
       const auto [copy, is_other] = contents.try_emplace({file.size(), xxh3_64(file.ends())}, file.path());
       if (is_other || is_told) continue;
       log_warning("data.train: {} is trained on twice, as {}, too", file.path(), copy->second);
@@ -142,12 +210,22 @@ std::map<FileId, std::string> distinct_files(const TokenFiles& training, const C
 }
 
 // Files are the same by any path.
-void check_held_out(const std::map<FileId, std::string>& trained, const Config& config) {
+void check_held_out(const Trained& trained, const Config& config) {
   for (fs::path path : present_files(held_out_sources(config))) {
     if (path.extension() == ".idx") path.replace_extension(".bin");
     const std::optional<FileId> id = file_id(path.string());
-    const auto found = id ? trained.find(*id) : trained.end();
-    if (found == trained.end()) continue;
+    const auto found = id ? trained.files.find(*id) : trained.files.end();
+    if (found == trained.files.end()) {
+      for (const auto& hash : hashes_of_ends(ReadOnlyFile(path.string()))) {
+        const auto same = trained.ends.find(hash);
+        if (same == trained.ends.end()) continue;
+        log_warning(
+            "data.eval or evaluation.sets: {} {} as {} of data.train does; it is held out only if it is no part of it",
+            path.string(), hash.first ? "ends" : "begins", same->second);
+        break;
+      }
+      continue;
+    }
     throw_bad_input(
         "{}: is in data.train and in data.eval or evaluation.sets{}, so its loss would tell nothing; take it "
         "out of one of them",
@@ -173,9 +251,12 @@ TokenFiles open_token_files(const std::vector<std::string>& sources, const Confi
   }
   TokenFiles files(sources, config.data.token_dtype, config.data.sequence_length, config.model.vocab_size,
                    example_rules(config));
+  bool is_mask_told = false;
   for (const TokenFile* file : files.token_files()) {
-    check_reach(*file, descriptions.of(file->path()) != nullptr, config);
+    const bool is_described = descriptions.of(file->path()) != nullptr;
+    check_reach(*file, is_described, config);
     check_mask(*file);
+    if (config.data.loss_mask && !is_described && !is_mask_told) is_mask_told = warn_of_mask(*file);
   }
   for (const ReadOnlyFile* file : files.files()) descriptions.check_content(*file);
   const int64_t most = files.most_images();
@@ -189,7 +270,7 @@ TokenFiles open_token_files(const std::vector<std::string>& sources, const Confi
 }
 
 TokenFiles open_training_files(const Config& config) {
-  check_patterns(config.data.train);
+  check_splits(config);
   TokenFiles files = open_token_files(config.data.train, config);
   check_held_out(distinct_files(files, config), config);
   if (const auto source = files.source_without_documents()) {

@@ -45,9 +45,21 @@ void log_model(const TrainingRun& run, const ModelSpeed& speed) {
 void log_data(const TokenFiles& data, const Config& config) {
   const std::vector<double>& weights = config.data.weights;
   const int64_t batch = config.training.global_batch_size;
-  const std::string tokens =
+  std::string tokens =
       fmt::format("data: {} tokens in {} sequences of {}", format_count(static_cast<double>(data.num_tokens())),
                   data.num_sequences(), config.data.sequence_length);
+  if (data.rules().loss_mask || data.rules().separate_documents) {
+    constexpr double kShortDocument = 16;
+    const auto [targets, length] = data.estimate();
+    if (data.rules().loss_mask) tokens += fmt::format(", about {:.0f} % of the tokens targets", 100 * targets);
+    if (length > 0) tokens += fmt::format(", in documents of about {:.0f}", length);
+    if (length > 0 && length < kShortDocument) {
+      log_warning(
+          "data.documents=separate: documents have about {:.0f} tokens, and a token attends to its own alone; check "
+          "data.document_start and data.document_end, or the marks of masks",
+          length);
+    }
+  }
   if (weights.empty()) {
     log_info("{}; {} steps per epoch", tokens, data.num_sequences() / batch);
     return;
