@@ -16,6 +16,6 @@ FUZZ_TARGET(step_measurement) {
   if (measured.config.model.num_layers > kMostLayers) return;
   constexpr int64_t kMostMicroBatches = 100;  // `parka plan` takes more, and no more than 16384
   if (measured.ranks * measured.num_micro_batches() > kMostMicroBatches) return;
-  accepts([&] { step_actions_by(measured, measured.config, 1); });
+  accepts([&] { predict_step_by(measured, measured.config, Links{}, 1); });
   accepts([&] { require_measurement_of(measured, measured.config, 1); });
 }
