@@ -321,6 +321,7 @@ class Exporter {
                        DType usual) const {
     constexpr int64_t kDefaultFileBytes = 50'000'000'000;  // of transformers' save_pretrained
     std::vector<SafetensorsEntry> entries;
+    entries.reserve(tensors.size());
     for (const HuggingFaceTensor& tensor : tensors) {
       entries.push_back({.name = tensor.name, .dtype = format_of(tensor, usual), .shape = tensor.shape});
     }
