@@ -324,8 +324,9 @@ void Optimizer::begin_update(Device& device) {
 std::pair<size_t, size_t> Optimizer::range_of(int unit) const {
   PARKA_REQUIRE((unit != kAllUnits) == releases_gradients());
   if (unit == kAllUnits) return {0, parameters_.size()};
-  const auto units = std::ranges::equal_range(parameters_, unit, {}, &ParameterInfo::unit);
-  return {units.begin() - parameters_.begin(), units.end() - parameters_.begin()};
+  const auto begin = std::ranges::lower_bound(parameters_, unit, {}, &ParameterInfo::unit),
+             end = std::ranges::upper_bound(parameters_, unit, {}, &ParameterInfo::unit);
+  return {begin - parameters_.begin(), end - parameters_.begin()};
 }
 
 void Optimizer::clear_amax(Device& device, size_t begin, size_t end) const {

@@ -180,6 +180,7 @@ void write_safetensors(const std::vector<const HostTensor*>& tensors, const Safe
 void write_safetensors(const std::vector<HostTensor>& tensors, const SafetensorsMetadata& metadata,
                        OutputFile& file) {
   std::vector<const HostTensor*> pointers;
+  pointers.reserve(tensors.size());
   for (const HostTensor& tensor : tensors) pointers.push_back(&tensor);
   write_safetensors(pointers, metadata, [&](ByteSpan bytes) { file.write(bytes); });
   file.sync_and_close();

@@ -182,10 +182,8 @@ HuggingFaceWeights open_huggingface_weights(const std::string& folder) {
   std::error_code ignored;
   const std::string where = joined(folder, kHuggingFaceIndexName);
   const bool has_one_file = fs::exists(joined(folder, kHuggingFaceFileName), ignored);
-  if (has_one_file && !fs::exists(where, ignored)) {
-    open_file(folder, kHuggingFaceFileName, weights);
-    return weights;
-  }
+  if (has_one_file) open_file(folder, kHuggingFaceFileName, weights);
+  if (has_one_file && !fs::exists(where, ignored)) return weights;
   const std::map<std::string, std::string> index = parse_index(read_text(where, kMaxIndexBytes), where);
   std::set<std::string> names;
   for (const auto& [tensor, file] : index) names.insert(file);
@@ -194,7 +192,9 @@ HuggingFaceWeights open_huggingface_weights(const std::string& folder) {
         "{}: has {} and the files of {}, which are two sets of weights: remove those that are not meant", folder,
         kHuggingFaceFileName, kHuggingFaceIndexName);
   }
-  for (const std::string& name : names) open_file(folder, name, weights);
+  for (const std::string& name : names) {
+    if (!has_one_file || name != kHuggingFaceFileName) open_file(folder, name, weights);
+  }
   check_index(index, weights, where);
   return weights;
 }
