@@ -72,9 +72,10 @@ void check_model(const Config& c) {
   require_multiple(head_dim_name(m), m.head_dim(), "", 2,
                    "rotary position embedding rotates pairs of columns, so make it even");
   require_multiple("model.num_heads", m.num_heads, "model.num_kv_heads", m.kv_heads());
-  require_at_most("(model.num_heads + 2 * model.num_kv_heads) * the width of a head",
-                  static_cast<double>(m.num_heads + 2 * m.kv_heads()) * static_cast<double>(m.head_dim()), "",
-                  static_cast<double>(kMaxDimension));
+  require_at_most(
+      "(model.num_heads + 2 * model.num_kv_heads) * the width of a head (model.head_dim, or model.d_model / num_heads)",
+      static_cast<double>(m.num_heads + 2 * m.kv_heads()) * static_cast<double>(m.head_dim()), "",
+      static_cast<double>(kMaxDimension));
   const bool has_window = m.sliding_window != 0, all_have = has_window && m.full_attention_every == 0;
   check(
       c,
@@ -192,7 +193,9 @@ void check_fp8(const Config& c) {
     require("model.d_model", m.d_model);
     require("model.d_ffn", m.d_ffn);
     require("model.num_heads * model.head_dim", m.d_heads());
-    require("(model.num_heads + 2 * model.num_kv_heads) * the width of a head", m.d_qkv());
+    require(
+        "(model.num_heads + 2 * model.num_kv_heads) * the width of a head (model.head_dim, or model.d_model / num_heads)",
+        m.d_qkv());
     require(micro_batch_rows(c), c.micro_batch_shape().num_tokens());
   }
   if (p.head == Storage::kFp8) {
