@@ -83,7 +83,10 @@ std::vector<ParameterInfo*> matches(std::vector<ParameterInfo>& parameters, cons
 }
 
 void set_lr_factors(std::vector<ParameterInfo>& parameters, const ParameterRules& rules) {
-  PARKA_REQUIRE(rules.lr_patterns.size() == rules.lr_factors.size());
+  if (rules.lr_patterns.size() != rules.lr_factors.size()) {
+    throw_bad_input("optimizer.lr_factors has {} numbers, but lr_patterns has {} entries; give one for each",
+                    rules.lr_factors.size(), rules.lr_patterns.size());
+  }
   for (size_t i = 0; i < rules.lr_patterns.size(); ++i) {
     const std::string& pattern = rules.lr_patterns[i];
     const std::vector<ParameterInfo*> found = matches(parameters, "optimizer.lr_patterns", pattern);
