@@ -89,7 +89,10 @@ class JsonTokenizer:
     @property
     def tokens_checksum(self) -> str:
         """Of all tokens with their ids, by which Parka tells whether they are those of a model."""
-        import xxhash
+        try:
+            import xxhash
+        except ImportError as error:
+            raise InputError(f"needs the Python package xxhash ({error}); {advice('xxhash')}") from error
 
         content = json.loads(self.path.read_bytes())
         vocabulary = content["model"].get("vocab", {})
