@@ -50,8 +50,6 @@ class SingleCommunicator final : public Communicator {
   void wait(Device&, uint64_t) override {}
 
   std::vector<std::string> gather_text(const std::string& text) override { return {text}; }
-  double max(double value) override { return value; }
-  void barrier() override {}
 
  private:
   uint64_t last_queued_ = 0;
@@ -64,6 +62,16 @@ void Communicator::divide(const Mesh& mesh) {
   PARKA_REQUIRE(mesh.rank() == rank() && mesh.size(Peers::kAll) == size());
   mesh_ = mesh;
   divided();
+}
+
+double Communicator::max(double value) {
+  const std::string bytes(reinterpret_cast<const char*>(&value), sizeof(value));
+  for (const std::string& other : gather_text(bytes)) {
+    double its = 0;
+    std::memcpy(&its, other.data(), sizeof(its));
+    value = std::max(value, its);
+  }
+  return value;
 }
 
 void* Communicator::allocate(Device& device, int64_t bytes) { return device.allocate(bytes); }
@@ -167,16 +175,6 @@ class HostCommunicator final : public Communicator {
     const CollectiveCounter::Span span(counter_);
     return transport_.gather_text(text);
   }
-  double max(double value) override {
-    const std::string bytes(reinterpret_cast<const char*>(&value), sizeof(value));
-    for (const std::string& other : gather_text(bytes)) {
-      double its = 0;
-      std::memcpy(&its, other.data(), sizeof(its));
-      value = std::max(value, its);
-    }
-    return value;
-  }
-  void barrier() override { gather_text(""); }
 
  private:
   // Elements [begin, begin + count) of a tensor, the part that one rank reduces.

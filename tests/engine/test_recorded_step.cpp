@@ -107,8 +107,6 @@ class TimedCommunicator final : public Communicator {
     real_.wait(device, number);
   }
   std::vector<std::string> gather_text(const std::string& text) override { return real_.gather_text(text); }
-  double max(double value) override { return real_.max(value); }
-  void barrier() override { real_.barrier(); }
 
   void start() { queued_ = 0; }
 

@@ -49,8 +49,6 @@ class LateCommunicator final : public Communicator {
   }
 
   std::vector<std::string> gather_text(const std::string& text) override { return real_.gather_text(text); }
-  double max(double value) override { return real_.max(value); }
-  void barrier() override { real_.barrier(); }
 
  private:
   void divided() override { real_.divide(mesh()); }

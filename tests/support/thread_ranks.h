@@ -44,7 +44,6 @@ class ThreadRanks {
   struct Given {
     TensorView tensor;
     std::string text;
-    double number = 0;
   };
 
   class Rank final : public Communicator {
@@ -116,14 +115,6 @@ class ThreadRanks {
       ranks_.barrier_.arrive_and_wait();
       return all;
     }
-    double max(double value) override {
-      ranks_.given_[static_cast<size_t>(rank_)].number = value;
-      ranks_.barrier_.arrive_and_wait();
-      for (const Given& given : ranks_.given_) value = std::max(value, given.number);
-      ranks_.barrier_.arrive_and_wait();
-      return value;
-    }
-    void barrier() override { ranks_.barrier_.arrive_and_wait(); }
 
    private:
     void give(const TensorView& x) {

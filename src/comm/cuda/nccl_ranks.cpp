@@ -97,8 +97,6 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   void wait(Device& device, uint64_t number) override;
 
   std::vector<std::string> gather_text(const std::string& text) override { return hosts_.gather_text(text); }
-  double max(double value) override { return hosts_.max(value); }
-  void barrier() override { hosts_.barrier(); }
 
  private:
   static constexpr size_t kRemembered = 256;
