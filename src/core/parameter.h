@@ -52,7 +52,7 @@ struct ParameterInfo {
   BaseFormat base = BaseFormat::kCompute;
 
   int64_t numel() const { return rows * cols; }
-  // The elements that this rank updates.
+  // The elements that this rank updates: all, or its piece.
   ElementRange own_elements() const { return placement.states.own(numel()); }
   bool is_coded() const { return base != BaseFormat::kCompute; }
   // True for the weight of a linear layer in a block, of the decoder or of a tower.

@@ -212,7 +212,7 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
   states_.clear();
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
-    const int64_t count = own_range(i).size();
+    const int64_t count = p.own_elements().size();
     PARKA_REQUIRE(p.is_coded() ? weights[i].empty() : weights[i].dtype == compute_ && weights[i].numel() == count);
     weights_.push_back(flat(weights[i]));
     if (!p.trainable) {
@@ -241,7 +241,7 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
   }
   update_order_.clear();
   for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].trainable && own_range(i).size() > 0) update_order_.push_back(i);
+    if (parameters_[i].trainable && parameters_[i].own_elements().size() > 0) update_order_.push_back(i);
   }
   if (releases_gradients())
     std::ranges::stable_sort(update_order_, std::greater(), [this](size_t i) { return parameters_[i].unit; });
@@ -388,7 +388,7 @@ void Optimizer::set_last_norm(Device& device, double norm) const {
 
 void Optimizer::queue_update(Device& device, const Update& update, size_t i) {
   PARKA_REQUIRE(update.step >= 1);
-  if (own_range(i).size() == 0) return;
+  if (parameters_[i].own_elements().size() == 0) return;
   if (stream_) {
     stream_->update(
         i, [&](int64_t first, const ParameterState& part) { adamw_step(device, step_of(update, i, first, part)); });
@@ -416,7 +416,7 @@ AdamwStep Optimizer::step_of(const Update& update, size_t i, int64_t first, cons
           .weight_amax = weight_amax_.empty() ? TensorView() : weight_amax_.rows(static_cast<int64_t>(i), 1),
           .seed = update.seed,
           .step = static_cast<uint64_t>(update.step),
-          .first_element = static_cast<uint64_t>(p.first_element + own_range(i).begin + first)};
+          .first_element = static_cast<uint64_t>(p.first_element + p.own_elements().begin + first)};
 }
 
 StepResult PendingStep::wait() const {
@@ -442,7 +442,7 @@ std::vector<NamedTensor> Optimizer::state() const {
   std::vector<NamedTensor> tensors;
   for (size_t i = 0; i < states_.size(); ++i) {
     const int64_t numel = parameters_[i].numel(), groups = ceil_div(numel, kMomentGroup);
-    const int64_t begin = own_range(i).begin;
+    const int64_t begin = parameters_[i].own_elements().begin;
     const auto add = [&](std::string name, const TensorView& view, int64_t first, int64_t count) {
       if (view.empty()) return;
       const ElementBox box = ElementBox::flat({first, first + view.numel()}, count);

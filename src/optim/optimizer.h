@@ -81,10 +81,9 @@ class Optimizer {
   // fp32: where step() leaves the largest magnitude of each of them; empty: not wanted.
   void bind(const Arena& arena, std::vector<TensorView> weights, const TensorView& weight_amax = {});
 
-  // The elements of parameter i that this rank updates: all, or its piece.
-  ElementRange own_range(size_t i) const { return parameters_.at(i).own_elements(); }
-  // Sets elements `first` and following of own_range(i) of parameter i from fp32 values on the host: compute weight
-  // and master, by the master form. (kFp24Split and kBf16Sr: rounded to nearest.) A frozen one has no master.
+  // Sets elements `first` and following of this rank's own_elements() of parameter i from fp32 values on the host:
+  // compute weight and master, by the master form. (kFp24Split and kBf16Sr: rounded to nearest.) A frozen one has
+  // no master.
   void set_weight(Device& device, size_t i, std::span<const float> values, int64_t first = 0);
   // Sets parameter `to` from parameter `from`, of as many elements, within the device.
   void copy_weight(Device& device, size_t from, size_t to);

@@ -602,7 +602,7 @@ TEST_CASE("ranks that divide the states round as one rank does", "[optim][optimi
         const size_t num_parameters = run.optimizer.parameters().size();
         for (size_t i = 0; i < num_parameters; ++i) {
           const std::vector<float> all = random_normal(run.optimizer.parameters()[i].numel(), 8 + i, 0.02f);
-          const ElementRange own = run.optimizer.own_range(i);
+          const ElementRange own = run.optimizer.parameters()[i].own_elements();
           run.optimizer.set_weight(run.device, i, {all.begin() + own.begin, all.begin() + own.end});
         }
         run.optimizer.begin_step(run.device);
@@ -612,7 +612,7 @@ TEST_CASE("ranks that divide the states round as one rank does", "[optim][optimi
         }
         for (size_t i = 0; i < num_parameters; ++i) {
           const std::vector<float> all = master_weight(whole.device, whole.optimizer, i, whole.weights[i]);
-          const ElementRange own = run.optimizer.own_range(i);
+          const ElementRange own = run.optimizer.parameters()[i].own_elements();
           CAPTURE(name_of(form), num_ranks, rank, i);
           CHECK(master_weight(run.device, run.optimizer, i, run.weights[i]) ==
                 std::vector<float>(all.begin() + own.begin, all.begin() + own.end));

@@ -161,7 +161,7 @@ void StateConversion::run(Device& device, Optimizer& optimizer) const {
   const CheckpointWeights weights(checkpoint_, trained);
   for (size_t i = 0; i < parameters.size(); ++i) {
     const ParameterInfo& p = parameters[i];
-    const ElementRange own = optimizer.own_range(i);
+    const ElementRange own = optimizer.parameters()[i].own_elements();
     if (covers(p.name)) {
       weights.read(p, own, WeightForm::kMaster, [&](int64_t first, std::span<const float> values) {
         require_finite(checkpoint_, p.name, values);

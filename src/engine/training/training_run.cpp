@@ -73,7 +73,7 @@ void TrainingRun::start_loader(DataPosition position) {
 
 ElementRange TrainingRun::set_range(size_t i) const {
   const ParameterInfo& p = declared_.model.parameters().all[i];
-  return p.is_coded() ? ElementRange{0, p.numel()} : declared_.optimizer.own_range(i);
+  return p.is_coded() ? ElementRange{0, p.numel()} : p.own_elements();
 }
 
 void TrainingRun::set_weight(size_t i, std::span<const float> values, int64_t first) {
@@ -252,7 +252,7 @@ void TrainingRun::use_base(nlohmann::json base) {
 
 NamedTensor TrainingRun::weight_tensor(size_t i) const {
   const ParameterInfo& p = declared_.model.parameters().all[i];
-  const ElementBox box = ElementBox::flat(declared_.optimizer.own_range(i), p.numel());
+  const ElementBox box = ElementBox::flat(p.own_elements(), p.numel());
   return {p.name, declared_.model.weights().own()[i], {p.rows, p.cols}, box, i};
 }
 
