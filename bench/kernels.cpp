@@ -203,7 +203,7 @@ void bench_bias(Bench& bench, const ModelShape& m) {
       bias_backward);
 }
 
-// What a rank that shares sequences with another one copies before and after their exchange.
+// Times the copies that a rank makes before and after it exchanges parts of sequences with another one.
 void bench_context_heads(Bench& bench, const ModelShape& m) {
   constexpr int64_t kRanks = 2;
   for (const int64_t kv_heads : {m.heads, int64_t{0}}) {

@@ -30,7 +30,7 @@ inline constexpr std::array<StoredFormat, 4> kStoredFormats = {{
 }};
 inline constexpr size_t kPlainE4M3 = 0, kExpandedE4M3 = 1, kDE8 = 2;  // in kStoredFormats
 
-// What a moment's values are once they were stored in groups of 128 and read back. E4M3 goes through the
+// Returns the values of a moment after they were stored in groups of 128 and read back. E4M3 goes through the
 // optimizer's own moment_encode and moment_decode.
 inline std::vector<float> stored_and_read(Device& device, std::vector<float>& values, const StoredFormat& format,
                                           bool is_second) {

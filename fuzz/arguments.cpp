@@ -10,7 +10,7 @@
 using namespace parka;
 using namespace parka::fuzz;
 
-// What stands on the command line after options, and names of folders.
+// Words of the command line: values of options, and names of folders.
 FUZZ_TARGET(arguments) {
   const std::string text(input.substr(0, input.find('\0')));  // as the system passes it
   accepts([&] {

@@ -41,7 +41,7 @@ MARKERS = {
 # Tags of what is a target, and what may hold the text of one without being one.
 COMMENTS = r"\{#.*?#\}|\{%[-+]?\s*raw\s*[-+]?%\}.*?\{%[-+]?\s*endraw\s*[-+]?%\}"
 TARGET_TAGS = re.compile(COMMENTS + r"|\{%([-+]?)\s*(?P<tag>(?:end)?generation)\s*([-+]?)%\}", re.DOTALL)
-# What ends reasoning within content, which templates cut from earlier turns, and tags, which they may write otherwise.
+# Tags that end reasoning within content, up to which templates cut earlier turns; and tags that they may write in another form.
 END_OF_REASONING = re.compile(
     r"[<\[\u25c1][/|]?[^<>\[\]\n]{0,30}(?:think|thought|reason|channel|message|response|final|answer)[^<>\[\]\n]{0,30}[>\]\u25b7]", re.IGNORECASE
 )
@@ -378,8 +378,8 @@ class ChatTemplate:
         return [number for number in saying if f"zq{number}qz" not in together and is_unseen(number)]
 
     def _refuse_cut(self, text: str, messages: list[dict]) -> None:
-        """Raises a ChatError if words of content are lost. What comes before the end of earlier reasoning may be, and so may what the
-        assistant says to a call of tools. A template may write the words in its own way, as in JSON."""
+        """Raises a ChatError if words of content are lost. Earlier reasoning may be, up to its end, and so may words that the assistant
+        says to a call of tools. A template may write the words in its own way, as in JSON."""
         contents = ["" if message.get("tool_calls") else message.get("content", "").strip() for message in messages]
         last = 0
         for content in contents:

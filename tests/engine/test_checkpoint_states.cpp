@@ -46,7 +46,7 @@ std::vector<float> decoded(const MomentView& moment) {
   return values;
 }
 
-// What a moment of the format of `like` makes of values.
+// Returns the values as a moment of the format of `like` stores them.
 std::vector<float> stored_as(const MomentView& like, std::vector<float> values, bool is_second) {
   MomentView target = like;
   std::vector<std::byte> bytes[3];
@@ -206,7 +206,7 @@ TEST_CASE("states of any number of ranks are converted to the same values", "[en
       run.restore(checkpoint, /*converts_states=*/true);
       const Whole own(*of_rank, run);
       for (size_t i = 0; i < own.masters.size(); ++i) {
-        const ElementRange range = run.optimizer().own_range(i);
+        const ElementRange range = run.optimizer().parameters()[i].own_elements();
         PARKA_REQUIRE(same(own.masters[i], part(after.masters[i], range)));
         PARKA_REQUIRE(same(own.exp_avg[i], part(after.exp_avg[i], range)));
         PARKA_REQUIRE(same(own.exp_avg_sq[i], part(after.exp_avg_sq[i], range)));

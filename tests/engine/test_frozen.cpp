@@ -352,6 +352,8 @@ TEST_CASE("patterns that no parameter matches are refused by name", "[engine][fr
             .starts_with("optimizer.lr_patterns: no parameter has a name like \"vision.*\""));
   const std::string none = "optimizer.frozen leaves no parameter to train; remove a pattern";
   CHECK((refused({"*"}) == none && refused({"*"}, {"head"}, {0.1}) == none));
+  CHECK(refused({}, {"*"}) ==
+        "optimizer.lr_factors has 0 numbers, but lr_patterns has 1 entries; give one for each");
 }
 
 TEST_CASE("a learning rate for frozen parameters alone is refused by name", "[engine][frozen]") {

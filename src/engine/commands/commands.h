@@ -103,7 +103,6 @@ struct ExportOptions {
   // "5GB"; empty: transformers' default.
   std::string shard_size = {};
   bool adapter = false;  // the adapters alone, as peft has them
-  // "nf4" or "fp4": linear weights as bitsandbytes has them; empty: in the format of the others.
 };
 int run_export(const ExportOptions& options);
 

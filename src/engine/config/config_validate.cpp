@@ -17,6 +17,10 @@
 namespace parka {
 namespace {
 
+// The rows of the weight of q, k and v, by the keys that give them.
+constexpr const char* kQkvName =
+    "(model.num_heads + 2 * model.num_kv_heads) * the width of a head (model.head_dim, or model.d_model / num_heads)";
+
 void check_limits(const Config& config) {
   Config copy = config;
   for (const ConfigField& field : make_config_table(copy).fields) {
@@ -72,10 +76,8 @@ void check_model(const Config& c) {
   require_multiple(head_dim_name(m), m.head_dim(), "", 2,
                    "rotary position embedding rotates pairs of columns, so make it even");
   require_multiple("model.num_heads", m.num_heads, "model.num_kv_heads", m.kv_heads());
-  require_at_most(
-      "(model.num_heads + 2 * model.num_kv_heads) * the width of a head (model.head_dim, or model.d_model / num_heads)",
-      static_cast<double>(m.num_heads + 2 * m.kv_heads()) * static_cast<double>(m.head_dim()), "",
-      static_cast<double>(kMaxDimension));
+  require_at_most(kQkvName, static_cast<double>(m.num_heads + 2 * m.kv_heads()) * static_cast<double>(m.head_dim()),
+                  "", static_cast<double>(kMaxDimension));
   const bool has_window = m.sliding_window != 0, all_have = has_window && m.full_attention_every == 0;
   check(
       c,
@@ -138,7 +140,7 @@ void check_vision(const Config& c) {
 
 // Bounds on what is later computed in 64-bit integers, far above any machine, and on what a GPU's kernels take.
 void check_size(const Config& c) {
-  // Refuses too many, and patterns of names that none has.
+  // Refuses too many, and patterns of names that none has or without a factor each.
   make_parameter_table(c.model, c.optimizer.decay_embeddings, c.parameter_rules());
   const auto length = static_cast<double>(c.data.sequence_length);
   const double tokens = static_cast<double>(c.training.micro_batch_size) * length;
@@ -193,9 +195,7 @@ void check_fp8(const Config& c) {
     require("model.d_model", m.d_model);
     require("model.d_ffn", m.d_ffn);
     require("model.num_heads * model.head_dim", m.d_heads());
-    require(
-        "(model.num_heads + 2 * model.num_kv_heads) * the width of a head (model.head_dim, or model.d_model / num_heads)",
-        m.d_qkv());
+    require(kQkvName, m.d_qkv());
     require(micro_batch_rows(c), c.micro_batch_shape().num_tokens());
   }
   if (p.head == Storage::kFp8) {
@@ -334,10 +334,6 @@ void check_training(const Config& c) {
   const OptimizerConfig& o = c.optimizer;
   const TrainingConfig& t = c.training;
   const ScheduleConfig& s = o.schedule;
-  if (o.lr_factors.size() != o.lr_patterns.size()) {
-    throw_bad_input("optimizer.lr_factors has {} numbers, but lr_patterns has {} entries; give one for each",
-                    o.lr_factors.size(), o.lr_patterns.size());
-  }
   parse_sets(c.evaluation.sets, "evaluation.sets");
   check(
       c,
