@@ -1,6 +1,5 @@
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/attention/attention_tiles.cuh"
-#include "kernels/cuda/attention/wide_key_gradient.cuh"
 #include "kernels/op/workspace.h"
 
 // Three kernels. The first computes the statistics of each row that the others need. In the second a block sums a
@@ -40,63 +39,131 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// For heads of 64 and 128; wide ones have wide_key_gradient.cuh. A warp owns 16 kM keys and processes kQueries
-// queries at a time, double-buffered in shared memory.
+// Sums d_k and d_v of 16 keys by two warps, because heads of 256 would take one warp 256 registers. The first has
+// the keys: it computes p = exp(scores) and sums up d_v. The second has the values: it computes d_p, takes p from
+// the first through shared memory, and sums up d_k from d_s = p * (d_p - delta). Each computes two of the four
+// products.
+//
+// Warp w and warp w + kPairs share 16 keys; both are on the same quarter of a multiprocessor. Their keys or values
+// stay in registers, after they have passed through the stages, where results pass, too. Heads of 256 take 128
+// registers for sums, 64 for keys or values, 16 for a tile of scores or d_p. Shared memory: up to 99 KB, which fits
+// a multiprocessor of any compute capability from 8.0 on; 8.9 has the least, 100 KB.
 template <int D>
 struct KeyTiling {
-  static constexpr int kM = 128 / kTileWidth<D>,
-                       kQueries = kTileWidth<D> / 2;  // d_k, d_v, scores and d_p together take 192 registers
-  static constexpr int kWarpKeys = 16 * kM, kKeys = kWarps * kWarpKeys;
+  static constexpr int kPairs = 4, kThreads = 2 * kPairs * kWarpSize;
+  static constexpr int kWarpKeys = 16, kKeys = kPairs * kWarpKeys;
+  static constexpr int kQueries = std::min(64, 8192 / kTileWidth<D>);  // at a time, double-buffered
   static constexpr int kKeyBytes = kKeys * kRowBytes<D>, kQueryBytes = kQueries * kRowBytes<D>;
   static constexpr int kStageBytes = 2 * kQueryBytes;  // queries and d_out
-  static constexpr int kStatisticsAt = 2 * kKeyBytes + 2 * kStageBytes;
+  static constexpr int kProbabilitiesAt = 2 * kStageBytes;
+  static constexpr int kPairProbabilityBytes = kWarpKeys * kQueries * static_cast<int>(sizeof(float));
+  static constexpr int kStatisticsAt = kProbabilitiesAt + kPairs * kPairProbabilityBytes;
   static constexpr int kSharedBytes = kStatisticsAt + 2 * kQueries * static_cast<int>(sizeof(RowStatistics));
-  static_assert(kSharedBytes <= kMostSharedBytes);
+  static_assert(2 * kKeyBytes <= kProbabilitiesAt && kSharedBytes <= kMostSharedBytes);
 };
 
-// For keys (rows) and queries: replaces the scores by p, and d_p by d_s = p * (d_p - delta).
-template <int kM, int kN>
-__device__ void score_gradient_by_key(float (&scores)[kM][kN][4], float (&d_p)[kM][kN][4],
-                                      const RowStatistics* statistics, float scale_log2) {
+// A fragment c[0][n] of each lane in shared memory, 16 bytes from that of the next lane.
+template <int kN>
+__device__ void store_fragments(const float (&c)[1][kN][4], float4* place) {
   const int lane = threadIdx.x % kWarpSize;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
-    // Two queries: their lse_log2 in x and z, delta in y and w.
-    const float4 pair = *reinterpret_cast<const float4*>(statistics + n * 8 + lane % 4 * 2);
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        const float p = exp2_approximate(fmaf(scores[m][n][e], scale_log2, e % 2 == 0 ? -pair.x : -pair.z));
-        scores[m][n][e] = p;
-        d_p[m][n][e] = p * (d_p[m][n][e] - (e % 2 == 0 ? pair.y : pair.w));
-      }
-    }
+    place[n * kWarpSize + lane] = make_float4(c[0][n][0], c[0][n][1], c[0][n][2], c[0][n][3]);
   }
+}
+template <int kN>
+__device__ void load_fragments(float (&c)[1][kN][4], const float4* place) {
+  const int lane = threadIdx.x % kWarpSize;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const float4 fragment = place[n * kWarpSize + lane];
+    c[0][n][0] = fragment.x;
+    c[0][n][1] = fragment.y;
+    c[0][n][2] = fragment.z;
+    c[0][n][3] = fragment.w;
+  }
+}
+
+// What a warp works on: of both warps of a pair the same.
+template <typename Tiling>
+__device__ Work find_pair_work(const AttentionDims& dims, int section_heads) {
+  Work work = find_work<Tiling::kKeys, Tiling::kWarpKeys, false>(dims, dims.Hkv, section_heads);
+  if (work.warp_row >= Tiling::kKeys) {
+    work.warp_row -= Tiling::kKeys;
+    work.begin -= Tiling::kKeys;
+  }
+  return work;
+}
+
+// A warp's keys or values, in registers. They pass through the stages, which are free again afterwards.
+template <typename Tiling, int D>
+__device__ __forceinline__ void load_keys_or_values(uint32_t (&rows)[1][D / 16][4], uint32_t stages,
+                                                    const BFloat16* k, const AttentionDims& dims, int key_begin,
+                                                    int warp_row, bool has_values) {
+  const int width = head_width<D>(dims);
+  const BFloat16* const v = k + dims.Hkv * width;
+  load_tile_async<D, Tiling::kKeys, Tiling::kThreads>(stages, k, dims.qkv_stride(), key_begin, dims.S, width);
+  load_tile_async<D, Tiling::kKeys, Tiling::kThreads>(stages + Tiling::kKeyBytes, v, dims.qkv_stride(), key_begin,
+                                                      dims.S, width);
+  cp_async_commit();
+  cp_async_wait<0>();
+  __syncthreads();
+  load_rows<D>(rows, stages + (has_values ? Tiling::kKeyBytes : 0) + warp_row * kRowBytes<D> + lane_offset<D>());
+  __syncthreads();
+}
+
+// Of a warp's keys (rows) and the queries from query_begin on: p in place of scores, 0 for keys that a query does
+// not see. `first`: the first keys of the sequence's queries.
+template <Mask kMask, int kN>
+__device__ __forceinline__ void masked_probabilities_by_key(float (&scores)[1][kN][4], const int32_t* first, int S,
+                                                            int query_begin, int key_begin,
+                                                            const RowStatistics* statistics, float scale_log2) {
+  if (kMask != Mask::kNone && query_begin < key_begin + 16) mask_later_keys<true>(scores, query_begin - key_begin);
+  if (kMask == Mask::kDocuments && key_begin < first[min(query_begin + 8 * kN, S) - 1]) {
+    mask_earlier_keys<true>(scores, first + query_begin, S - 1 - query_begin, key_begin);
+  }
+  probabilities_by_key(scores, statistics, scale_log2);
+}
+
+// Finishes a warp's rows of d_v or, if it has values, of d_k, and stores them by way of `stages`.
+template <typename Tiling, int D>
+__device__ __forceinline__ void store_key_or_value_gradients(float (&sum)[1][D / 8][4], unsigned char* stages,
+                                                             const GradientOutput<BFloat16>& output,
+                                                             const AttentionDims& dims, const Work& work,
+                                                             bool has_values, float scale) {
+  const int num_rows = dims.S - work.begin;
+  if (has_values) {
+    scale_by(sum, scale);
+    if (output.cos_sin != nullptr) rotate_back<D>(sum, output.cos_sin, work.begin, dims.S);
+  }
+  if (output.amax != nullptr) raise_to_warp_max(output.amax, max_of_rows(0.0f, sum, num_rows));
+  const int head = dims.H + (has_values ? 0 : dims.Hkv) + work.head;
+  store_rows<D>(sum, stages + (has_values ? 0 : Tiling::kKeyBytes) + work.warp_row * kRowBytes<D>,
+                output.d_qkv + dims.qkv_row(work.b, work.begin, head), dims.qkv_stride(), num_rows,
+                head_width<D>(dims));
 }
 
 // With documents there is a first_key, and each head is left after the last query that sees a key of the tile.
 template <int D, Mask kMask>
-__global__ void __launch_bounds__(kThreads, 2)
+__global__ void __launch_bounds__(KeyTiling<D>::kThreads, 1)
     key_value_gradient_kernel(const BFloat16* qkv, const int32_t* first_key, const BFloat16* d_out,
                               const RowStatistics* statistics, GradientOutput<BFloat16> output, AttentionDims dims,
                               int section_heads, float scale) {
   using Tiling = KeyTiling<D>;
-  constexpr int kM = Tiling::kM, kQueries = Tiling::kQueries;
+  constexpr int kThreads = Tiling::kThreads, kQueries = Tiling::kQueries;
   constexpr bool kDocuments = kMask == Mask::kDocuments, kSeesAll = kMask == Mask::kNone;
   extern __shared__ __align__(1024) unsigned char shared[];
 
-  const auto find = [&] {
-    return find_work<Tiling::kKeys, Tiling::kWarpKeys, false>(dims, dims.Hkv, section_heads);
-  };
-  const auto [b, kv_head, warp_begin, warp_row] = find();
-  const int key_begin = warp_begin - warp_row, first_query = kSeesAll ? 0 : key_begin;
-  const int width = head_width<D>(dims);
+  const auto [b, kv_head, warp_begin, warp_row] = find_pair_work<Tiling>(dims, section_heads);
+  const int key_begin = warp_begin - warp_row, pair = warp_row / Tiling::kWarpKeys;
+  const int first_query = kSeesAll ? 0 : key_begin, width = head_width<D>(dims);
+  const bool has_values = threadIdx.x >= kThreads / 2;
   const int32_t* const first = kDocuments ? first_key + int64_t{b} * dims.S : nullptr;
   const BFloat16* k = qkv + dims.qkv_row(b, 0, dims.H + kv_head);
 
-  const uint32_t k_tile = shared_address(shared), v_tile = k_tile + Tiling::kKeyBytes;
-  const uint32_t stages = v_tile + Tiling::kKeyBytes;
+  const uint32_t stages = shared_address(shared);
+  auto* const probabilities =
+      reinterpret_cast<float4*>(shared + Tiling::kProbabilitiesAt + pair * Tiling::kPairProbabilityBytes);
   auto* const stage_statistics = reinterpret_cast<RowStatistics*>(shared + Tiling::kStatisticsAt);
   const auto load_stage = [&](int stage, int h, int query_begin) {
     const uint32_t tile = stages + stage * Tiling::kStageBytes;
@@ -108,17 +175,14 @@ __global__ void __launch_bounds__(kThreads, 2)
                                               query_begin, dims.S);
     cp_async_commit();
   };
-  load_tile_async<D, Tiling::kKeys, kThreads>(k_tile, k, dims.qkv_stride(), key_begin, dims.S, width);
-  load_tile_async<D, Tiling::kKeys, kThreads>(v_tile, k + dims.Hkv * width, dims.qkv_stride(), key_begin, dims.S,
-                                              width);
+  uint32_t rows[1][D / 16][4];
+  load_keys_or_values<Tiling, D>(rows, stages, k, dims, key_begin, warp_row, has_values);
 
-  float d_k[kM][D / 8][4], d_v[kM][D / 8][4];
-  clear(d_k);
-  clear(d_v);
+  float sum[1][D / 8][4];  // d_v or d_k
+  clear(sum);
   // All queries from first_query on, a multiple of kQueries, of one head after the other, so in a fixed order.
   int h = kv_head * dims.group(), query_begin = first_query, stage = 0;
   const int end_head = h + dims.group();
-  const uint32_t rows = k_tile + warp_row * kRowBytes<D> + lane_offset<D>();
   load_stage(stage, h, query_begin);
   while (h < end_head) {
     const bool last_of_head = query_begin + kQueries >= dims.S ||
@@ -131,43 +195,33 @@ __global__ void __launch_bounds__(kThreads, 2)
     const bool sees_queries = (kSeesAll ? warp_begin < dims.S : query_begin + kQueries > warp_begin) &&
                               (!kDocuments || first[query_begin] < warp_begin + Tiling::kWarpKeys);
     if (sees_queries) {
-      const uint32_t stage_tile = stages + stage * Tiling::kStageBytes;
-      const uint32_t left = stage_tile + lane_offset<D>(), right = stage_tile + lane_offset_transposed<D>();
-      float scores[kM][kQueries / 8][4], d_s[kM][kQueries / 8][4];
-      uint32_t packed[kM][kQueries / 16][4];
-      clear(scores);
-      multiply_transposed<D>(scores, {rows, 0}, {right, 0});
-      if (!kSeesAll && query_begin < warp_begin + Tiling::kWarpKeys)
-        mask_later_keys<true>(scores, query_begin - warp_begin);
-      if (kDocuments && warp_begin < first[min(query_begin + kQueries, dims.S) - 1]) {
-        mask_earlier_keys<true>(scores, first + query_begin, dims.S - 1 - query_begin, warp_begin);
+      const uint32_t q_tile = stages + stage * Tiling::kStageBytes, d_out_tile = q_tile + Tiling::kQueryBytes;
+      float c[1][kQueries / 8][4];  // scores, then p; or d_p, then d_s
+      clear(c);
+      multiply_transposed<D>(c, rows, {(has_values ? d_out_tile : q_tile) + lane_offset_transposed<D>(), 0});
+      if (has_values) {
+        float p[1][kQueries / 8][4];
+        named_barrier_sync(1 + pair, 2 * kWarpSize);  // p is here
+        load_fragments(p, probabilities);
+        score_gradient_by_key(p, c, stage_statistics + stage * kQueries);
+      } else {
+        masked_probabilities_by_key<kMask>(c, first, dims.S, query_begin, warp_begin,
+                                           stage_statistics + stage * kQueries, scale * kLog2E);
+        store_fragments(c, probabilities);  // the other warp is done with those of the previous stage
+        named_barrier_arrive(1 + pair, 2 * kWarpSize);
       }
-      clear(d_s);
-      multiply_transposed<D>(d_s, {rows, Tiling::kKeyBytes}, {right, Tiling::kQueryBytes});
-      score_gradient_by_key(scores, d_s, stage_statistics + stage * kQueries, scale * kLog2E);
-      pack_rows(scores, packed);
-      multiply<D>(d_v, packed, {left, Tiling::kQueryBytes});
-      pack_rows(d_s, packed);
-      multiply<D>(d_k, packed, {left, 0});
+      uint32_t packed[1][kQueries / 16][4];
+      pack_rows(c, packed);
+      multiply<D>(sum, packed, {(has_values ? q_tile : d_out_tile) + lane_offset<D>(), 0});
     }
     h = next_head;
     query_begin = next_begin;
     stage = 1 - stage;
   }
 
-  scale_by(d_k, scale);
-  const Work work = find();
-  const int num_rows = dims.S - work.begin;
-  if (output.cos_sin != nullptr) rotate_back<D>(d_k, output.cos_sin, work.begin, dims.S);
-  if (output.amax != nullptr) {
-    raise_to_warp_max(output.amax, max_of_rows(max_of_rows(0.0f, d_k, num_rows), d_v, num_rows));
-  }
-  unsigned char* const warp_rows = shared + work.warp_row * kRowBytes<D>;
-  BFloat16* const d_k_rows = output.d_qkv + dims.qkv_row(work.b, work.begin, dims.H + work.head);
-  const int columns = head_width<D>(dims);
-  store_rows<D>(d_k, warp_rows, d_k_rows, dims.qkv_stride(), num_rows, columns);
-  store_rows<D>(d_v, warp_rows + Tiling::kKeyBytes, d_k_rows + dims.Hkv * columns, dims.qkv_stride(), num_rows,
-                columns);
+  __syncthreads();  // results pass through the stages, which other warps have read
+  store_key_or_value_gradients<Tiling, D>(sum, shared, output, dims, find_pair_work<Tiling>(dims, section_heads),
+                                          has_values, scale);
 }
 
 // A warp owns 32 queries and processes kKeys keys at a time, double-buffered in shared memory. With wide heads d_q
@@ -308,29 +362,20 @@ void launch_backward(CudaDevice& device, const AttentionBackward& a) {
   auto* const statistics = static_cast<RowStatistics*>(device.workspace("attention_backward", workspace_of(a)));
   compute_row_statistics(device, a, statistics);
 
-  const auto launch = [&](auto* kernel, int threads, int shared_bytes, int tile_rows, int heads,
-                          int64_t bytes_per_head) {
+  const auto queue = [&](auto* kernel, int threads, int shared_bytes, int tile_rows, int heads,
+                         int64_t bytes_per_head) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
           "attention_backward");
-    const int64_t blocks = ceil_div(dims.S, tile_rows) * heads;
-    kernel<<<static_cast<unsigned>(blocks), threads, shared_bytes, device.stream()>>>(
-        qkv, first_keys(a), d_out, statistics, GradientOutput<BFloat16>(a), dims,
-        heads_per_section(heads, bytes_per_head), a.scale);
-    check_launch("attention_backward");
+    launch(device, "attention_backward", kernel, {ceil_div(dims.S, tile_rows) * heads, threads, shared_bytes}, qkv,
+           first_keys(a), d_out, statistics, GradientOutput<BFloat16>(a), dims,
+           heads_per_section(heads, bytes_per_head), a.scale);
   };
   const int64_t head_bytes = int64_t{2} * dims.S * kRowBytes<D>;  // of two tensors: q and d_out, or k and v
-  if constexpr (D > 128) {
-    constexpr bool kDocuments = kMask == Mask::kDocuments;
-    using Tiling = WideKeyTiling<D>;
-    launch(wide_key_value_gradient_kernel<D, kDocuments>, Tiling::kThreads, Tiling::kSharedBytes, Tiling::kKeys,
-           dims.B * dims.Hkv, head_bytes * dims.group());
-  } else {
-    using Tiling = KeyTiling<D>;
-    launch(key_value_gradient_kernel<D, kMask>, kThreads, Tiling::kSharedBytes, Tiling::kKeys, dims.B * dims.Hkv,
-           head_bytes * dims.group());
-  }
-  launch(query_gradient_kernel<D, kMask>, kThreads, QueryTiling<D>::kSharedBytes, QueryTiling<D>::kQueries,
-         dims.B * dims.H, head_bytes / dims.group());
+  using Keys = KeyTiling<D>;
+  queue(key_value_gradient_kernel<D, kMask>, Keys::kThreads, Keys::kSharedBytes, Keys::kKeys, dims.B * dims.Hkv,
+        head_bytes * dims.group());
+  queue(query_gradient_kernel<D, kMask>, kThreads, QueryTiling<D>::kSharedBytes, QueryTiling<D>::kQueries,
+        dims.B * dims.H, head_bytes / dims.group());
 }
 
 }  // namespace
@@ -340,10 +385,9 @@ void compute_row_statistics(CudaDevice& device, const AttentionBackward& a, RowS
   with_mma_form(a, [&](auto D, auto) {
     const int64_t rows_per_block = kThreads / (kTileWidth<D()> / 8);
     const int64_t blocks = ceil_div(a.qkv.dim[0] * dims.H, rows_per_block);
-    row_statistics_kernel<D()><<<static_cast<unsigned>(blocks), kThreads, 0, device.stream()>>>(
-        a.out.as<BFloat16>(), a.d_out.as<BFloat16>(), a.lse.as<float>(), statistics, dims);
+    launch(device, "attention_backward", row_statistics_kernel<D()>, {blocks, kThreads}, a.out.as<BFloat16>(),
+           a.d_out.as<BFloat16>(), a.lse.as<float>(), statistics, dims);
   });
-  check_launch("attention_backward");
 }
 
 void attention_backward_mma(CudaDevice& device, const AttentionBackward& a) {
