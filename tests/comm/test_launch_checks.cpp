@@ -179,14 +179,27 @@ TEST_CASE("Launchers that only their own MPI joins are told by their variables",
                                    {"NODE_RANK", "NNODES"},
                                    {"PET_NODE_RANK", "PET_NNODES"},
                                    {"SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"},
-                                   {"AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"}}) {
+                                   {"AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"},
+                                   {"JOB_COMPLETION_INDEX", "JOB_COMPLETION_INDEX"},
+                                   {"OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"}}) {
     INFO(rank);
     CHECK(error_of([&, name = rank] { launched_with({{name, "1"}}); }).find(rank) != std::string::npos);
     CHECK(error_of([&, name = size] { launched_with({{name, "2"}}); }).find(size) != std::string::npos);
     CHECK(launched_with({{rank, "0"}}).over == LaunchedAs::Over::kNone);
     if (rank != size) CHECK(launched_with({{rank, "0"}, {size, "1"}}).over == LaunchedAs::Over::kNone);
+    CHECK_FALSE(error_of([&, name = size] { launched_with({{"PMIX_RANK", "0"}, {name, "2"}}, false); }).empty());
   }
-  // PMIx tells no number of processes.
+  for (const Environment& part : {Environment{{"OMPI_APP_CTX_NUM_PROCS", "2"}},
+                                  {{"OMPI_APP_CTX_NUM_PROCS", "1 1"}},
+                                  {{"WORLD_SIZE", "2"}},
+                                  {{"RANK", "1"}}}) {
+    Environment first = part;
+    first["PMIX_RANK"] = "0";
+    CHECK_FALSE(error_of([&] { launched_with(first, /*has_mpi=*/false); }).empty());
+  }
+  CHECK(launched_with({{"PMIX_RANK", "0"}, {"OMPI_APP_CTX_NUM_PROCS", "2"}}).size == 2);
+  CHECK(launched_with({{"PMIX_RANK", "0"}, {"OMPI_APP_CTX_NUM_PROCS", "1"}}).over == LaunchedAs::Over::kNone);
+  // PMIx itself tells no number of processes.
   CHECK(launched_with({{"PMIX_RANK", "0"}}).size == 0);
   CHECK(launched_with({{"PMIX_RANK", "0"}}, /*has_mpi=*/false).over == LaunchedAs::Over::kNone);
   CHECK(launched_with({{"PMIX_RANK", "1"}}, /*has_mpi=*/false).over == LaunchedAs::Over::kMpi);

@@ -68,19 +68,23 @@ struct Numbering {
   const char *rank, *size;
 };
 constexpr Numbering kOpenMpi = {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, kTorch = {"RANK", "WORLD_SIZE"},
-                    kSlurm = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"};
+                    kSlurm = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"},
+                    kPmix = {"PMIX_RANK", "OMPI_APP_CTX_NUM_PROCS"};
 // MPI finds the processes of these if it was built for them: Hydra, MVAPICH, jsrun.
 constexpr std::array<Numbering, 4> kOverMpi = {{{"PMI_RANK", "PMI_SIZE"},
                                                 {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"},
                                                 {"MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE"},
                                                 {"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"}}};
-// These number only hosts or the processes of a host, or tell no number of processes: PALS, ALPS. Flux sets PMI's
-// variables, too, unless MPI cannot find its processes.
-constexpr std::array<Numbering, 10> kPartly = {{{"LOCAL_RANK", "LOCAL_WORLD_SIZE"},
+// These number only hosts or the processes of a host, or tell no number of processes: PALS, ALPS, Kubernetes' jobs.
+// Flux sets PMI's variables, too, unless MPI cannot find its processes, and so does Open MPI in part with PMIx.
+constexpr std::array<Numbering, 13> kPartly = {{{"LOCAL_RANK", "LOCAL_WORLD_SIZE"},
                                                 {"NODE_RANK", "NNODES"},
                                                 {"PET_NODE_RANK", "PET_NNODES"},
                                                 {"SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"},
                                                 {"AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"},
+                                                {"JOB_COMPLETION_INDEX", nullptr},
+                                                kPmix,
+                                                {"OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"},
                                                 {"PALS_RANKID", "PALS_LOCAL_SIZE"},
                                                 {"MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
                                                 {"FLUX_TASK_RANK", "FLUX_JOB_SIZE"},
@@ -193,23 +197,26 @@ LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, 
   const bool in_step = has(kSlurm.size), all_set = has("RANK") && has("WORLD_SIZE") && has("MASTER_ADDR");
   const auto* const by_mpi = std::ranges::find_if(kOverMpi, numbers);
   const bool is_by_mpi = by_mpi != kOverMpi.end();
+  // Without MPI the first process may be the only one, and others refuse to start.
+  const int pmix_rank = number_in(variable, kPmix.rank, 0);
+  const bool by_pmix = has(kPmix.rank) && (has_mpi || pmix_rank != 0);
   // A part of them counts where nobody else has numbered the processes; named_by_variables() refuses it.
   const bool part_set = has("RANK") || (has("WORLD_SIZE") && text_in(variable, "WORLD_SIZE") != "1");
   LaunchedAs launched;
   // The order matters: mpirun under Slurm starts its helpers with srun, whose variables then describe the helpers.
   if (numbers(kOpenMpi)) {
     launched = counted_by(variable, Over::kMpi, kOpenMpi);
-  } else if (all_set || (part_set && !is_by_mpi && !in_step && !has("PMIX_RANK"))) {
+  } else if (all_set || (part_set && !is_by_mpi && !in_step && !by_pmix)) {
     launched = named_by_variables(variable);
   } else if (is_by_mpi && (has_mpi || !in_step)) {
     launched = counted_by(variable, Over::kMpi, *by_mpi);
   } else if (in_step) {
-    const bool over_mpi = has_mpi && has("PMIX_RANK");
+    const bool over_mpi = has_mpi && has(kPmix.rank);
     launched = over_mpi ? counted_by(variable, Over::kMpi, kSlurm) : named_by_slurm(variable);
-  } else if (has("PMIX_RANK")) {
-    const int rank = number_in(variable, "PMIX_RANK", 0);
-    // Without MPI the first process may be the only one, and others refuse to start.
-    if (has_mpi || rank != 0) return {.over = Over::kMpi, .size = 0, .rank = rank, .variable = "PMIX_RANK"};
+  } else if (by_pmix) {
+    const int size =
+        std::max(0, number_in(variable, kPmix.size, 0));  // it has several numbers for several programs
+    launched = {Over::kMpi, size, pmix_rank, size > 0 ? kPmix.size : kPmix.rank};
   } else if (!has("WORLD_SIZE")) {
     refuse_partly_numbered(variable);
   }
