@@ -53,7 +53,7 @@ import numpy as np  # noqa: E402
 
 from script_exit import print_last, run_script  # noqa: E402
 from text_data import chat, parts  # noqa: E402
-from text_data.common import InputError, Parser, printable  # noqa: E402
+from text_data.common import InputError, Parser, evaluating, printable  # noqa: E402
 from text_data.packing import ChatSplit  # noqa: E402
 from text_data.partial import Partial, new_folder  # noqa: E402
 from text_data.readers import MAX_DOCUMENT_BYTES, Reading, find_files  # noqa: E402
@@ -292,7 +292,7 @@ def print_summary(info: dict, out: Path, for_imported_model: bool) -> None:
             "loss_mask": True,
             "documents": "separate",
         }
-    print(json.dumps(config, indent=2))
+    print(json.dumps(config | evaluating(paths["eval"]), indent=2))
 
 
 def check_chat_options(options: argparse.Namespace) -> None:

@@ -54,7 +54,7 @@ from image_data.shards import (  # noqa: E402
 )
 from script_exit import print_last, run_script  # noqa: E402
 from text_data import chat, parts  # noqa: E402
-from text_data.common import InputError, Parser  # noqa: E402
+from text_data.common import InputError, Parser, evaluating  # noqa: E402
 from text_data.conversations import empty_answers  # noqa: E402
 from text_data.partial import Partial, new_folder  # noqa: E402
 from text_data.readers import find_files  # noqa: E402
@@ -260,7 +260,8 @@ def print_summary(info: dict, out: Path) -> None:
     data["images_per_sequence"] = max(1, *(info[split]["most_images_of_a_sequence"] for split in ("train", "eval")))
     vision = {"tower": info["images"]["tower"], "image_size": images["size"], "patch_size": images["patch_size"]}
     vision |= {"pixel_mean": images["mean"], "pixel_deviation": images["deviation"], "image_token": images["token"]}
-    print(json.dumps({"model": {"vocab_size": info["padded_vocab_size"], "vision": vision}, "data": data}, indent=2))
+    config = {"model": {"vocab_size": info["padded_vocab_size"], "vision": vision}, "data": data}
+    print(json.dumps(config | evaluating(paths["eval"]), indent=2))
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:

@@ -135,7 +135,9 @@ class ChatTemplate:
             path = jinja if jinja.is_file() else path / "tokenizer_config.json"
         self._name, self._place = name, f"--chat {name}"
         self.texts = template_texts(path)
-        self._special_tokens = tokenizer.special_tokens | special_tokens_of(tokenizer_config(path.parent))
+        config = tokenizer_config(path.parent)
+        self._kwargs = [key for key, value in config.items() if key.endswith(KWARGS) and value]
+        self._special_tokens = tokenizer.special_tokens | special_tokens_of(config)
         self._tokenizer = tokenizer
         ends = set(tokenizer.added_tokens) | {self._special_tokens.get("eos_token", "")}
         ends = sorted(ends - {""}, key=len, reverse=True)  # the longest of those that begin alike
@@ -161,6 +163,7 @@ class ChatTemplate:
         markers = MARKERS.get(self._name, ())  # templates of models spell out what their tokenizers do not have
         spelled_out = [marker for marker, ids in zip(markers, self._tokenizer.encode([m.encode() for m in markers])) if len(ids) != 1]
         told = [f"the tokenizer has no single token for {', '.join(spelled_out)}"] if spelled_out else []
+        told += [f'"{key}" in the tokenizer_config.json of --chat {self._name} is not read; give records "{KWARGS}"' for key in self._kwargs]
         with contextlib.suppress(ChatError, InputError):
             if self._end_of_turn_in(EXCHANGE) is None:
                 told.append("the assistant's turns end with no special token of the tokenizer, so that nothing tells a model to stop")

@@ -18,6 +18,11 @@ from typing import BinaryIO, Iterable, Iterator
 MOST_QUOTED = 400  # characters of what a library says
 
 
+def evaluating(held_out: list[str]) -> dict:
+    """What a config needs beside data.eval, which no run looks at by default."""
+    return {"training": {"eval_interval": 500}} if held_out else {}
+
+
 class InputError(Exception):
     """The user can fix it. One line: what, where, what to do."""
 

@@ -22,6 +22,8 @@ UNCLEAR = {"ignore", "skip", "mask", "masks", "masked", "weight", "weights", "lo
 # Words of keys by which a record or a message is not to be learnt: those where they say something, these where they are false.
 OUT = {"rejected", "deleted", "removed", "exclude", "excluded", "discarded", "invalid", "freeze", "frozen"}
 IN = {"label", "chosen", "accepted", "approved", "keep", "valid", "learn", "learnable", "supervise", "supervised", "target", "predict"}
+# Words of keys that have no others, which say the same where they are false and where they are true.
+USED, UNUSED = {"is", "use", "used", "active", "enable", "enabled", "include", "included"}, {"is", "disabled", "inactive", "unused"}
 STATUS = {"status", "state", "verdict"}  # of keys whose value may be one of OUT
 SYSTEM = {"system", "sys", "prompt", "message", "instruction", "instructions"}  # words of keys with a system prompt
 # The key of a checked message of which nothing is a target; the others do not have it.
@@ -33,7 +35,7 @@ KWARGS = "chat_template_kwargs"
 NO_KWARGS = re.compile("messages|tools|documents|conversations|chat_template|return_assistant_tokens_mask|continue_final_message|add_generation_prompt|.*_token")
 # The key of a checked conversation to evaluate on, as the record says; others do not have it.
 HELD_OUT = "held_out"
-CHECKED_WORDS = UNCLEAR | OUT | IN | STATUS | {"system", "sys", "split"}
+CHECKED_WORDS = UNCLEAR | OUT | IN | STATUS | (USED | UNUSED) - {"is"} | {"system", "sys", "split"}
 # Keys that a message may have beside its content; transformers takes one of the names of reasoning for another.
 BESIDE_CONTENT = (
     ("tool_calls",), ("function_call",), ("refusal",),
@@ -164,7 +166,8 @@ def excludes(words: frozenset[str], value: object) -> bool:
     """Whether the value of a key with these words may mean that nothing is to be learnt, or something else than the messages."""
     is_preferred = "chosen" in words and isinstance(value, (str, list, dict)) and bool(value)
     is_out = not words.isdisjoint(STATUS) and isinstance(value, str) and value.strip().lower() in OUT
-    return is_preferred or is_out or (not words.isdisjoint(OUT) and bool(value)) or (not words.isdisjoint(IN) and value is False)
+    says_in, says_out = not words.isdisjoint(IN) or words <= USED, not words.isdisjoint(OUT) or words <= UNUSED
+    return is_preferred or is_out or (says_out and bool(value)) or (says_in and value is False)
 
 
 def is_of_other_split(words: frozenset[str], value: object) -> bool:

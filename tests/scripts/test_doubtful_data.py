@@ -103,6 +103,22 @@ class Templates(Doubtful):
         assert_ended_well(self, result := self.prepare(chats, TEMPLATE.replace("{{ m.content }}", reply).replace(PROMPT, "")))
         self.assertEqual(result.stderr, "")
 
+    def test_arguments_in_the_files_of_a_model(self):
+        """Other programs may give them to every conversation."""
+        self.change("tokenizer_config.json", chat_template=TEMPLATE)
+        chats, folder = self.write_chats([GREETING]), self.tokenizer.parent
+        for key in ("chat_template_kwargs", "default_chat_template_kwargs"):
+            before = self.tokenizer.with_name("tokenizer_config.json").read_text()
+            for value, is_told in (({"enable_thinking": False}, True), ({}, False)):
+                self.change("tokenizer_config.json", **{key: value})
+                for template in (folder, folder / "tokenizer_config.json"):
+                    with self.subTest(key, template=template):
+                        result = self.prepare(chats, str(template))
+                        assert_ended_well(self, result)
+                        self.assertEqual(key in result.stderr, is_told, result.stderr)
+                self.assertNotIn(key, self.prepare(chats, "chatml").stderr)
+            self.tokenizer.with_name("tokenizer_config.json").write_text(before)
+
     def test_the_time_in_it(self):
         chats = self.write_chats([GREETING])
         assert_told(self, self.prepare(chats, "{{ strftime_now('%d %b') }}" + TEMPLATE), "time")
@@ -358,20 +374,22 @@ class Conversations(Doubtful):
     def test_what_is_not_to_be_learnt(self):
         for more in ({"label": False}, {"rejected": [assistant("no")]}, {"rejected_response": "no"}, {"chosen": [assistant("yes")]}, {"deleted": True},
                      {"split": "test"}, {"train_on_inputs": True}, {"sampleWeight": 0.5}, {"System": "Be brief."}, {"system_message": "Be brief."},
-                     {"exclude": True}, {"isTarget": False}, {"status": "rejected"}, {"review_status": "Deleted"}, {"freeze": True}, {"learn": False}):
+                     {"exclude": True}, {"isTarget": False}, {"status": "rejected"}, {"review_status": "Deleted"}, {"freeze": True}, {"learn": False}, {"is_active": False},
+                     {"Enabled": False}, {"unused": True}):
             for form in FORMS:
                 with self.subTest(more, form=form):
                     path = self.write_chats([{"messages": [user("hi"), assistant("hello")], **more}, {"messages": GREETING}], form)
                     assert_refused(self, self.prepare(path), path.name, next(iter(more)))
         for more in ({"rejected": "no"}, {"prefix": True}, {"channel": "analysis"}, {"text": "other words"}, {"deleted": True}, {"label": False},
-                     {"learn": False}, {"supervise": False}, {"is_target": False}, {"predict": False}, {"exclude": True}, {"freeze": True}, {"status": "rejected"}):
+                     {"learn": False}, {"supervise": False}, {"is_target": False}, {"predict": False}, {"exclude": True}, {"freeze": True}, {"status": "rejected"},
+                     {"use": False}, {"included": False}, {"isDisabled": True}):
             with self.subTest(more, of="message"):
                 path = self.write_chats([GREETING, [user("hi"), assistant("hello") | more]])
                 assert_refused(self, self.prepare(path), path.name, next(iter(more)))
 
     def test_what_else_is_not_read_is_named(self):
         more = {"id": 3, "source": "a", "label": True, "split": "train_sft", "deleted": False, "category": "maths", "train_id": 5, "skip_formatting": False,
-                "exclude": False, "target": "words", "learn": True, "status": "accepted"}
+                "exclude": False, "use_case": False, "thinking_disabled": True, "enabled": True, "disabled": False, "target": "words", "learn": True, "status": "accepted"}
         for form in FORMS:
             with self.subTest(form):
                 said = [user("hi", name="Al"), assistant("hello", timestamp="now", channel="final")]

@@ -137,6 +137,19 @@ class PrepareDataTest(Preparation):
         self.assertEqual(config["model"], {"vocab_size": 272})
         self.assertEqual(config["data"]["train"], [str(self.out.resolve() / "train-00000.npy")])
         self.assertEqual(config["data"]["token_dtype"], "uint16")
+        self.assertNotIn("training", config)
+
+    def test_config_snippet_evaluates_on_what_is_held_out(self):
+        for number in range(20):
+            self.write(f"in/{number}.txt", f"text {number}")
+        for options in (("--eval-fraction", "0.5"), ("--chat", "chatml", "--sequence-length", "64", "--eval-fraction", "0.5")):
+            with self.subTest(options):
+                self.out = self.folder / options[0]
+                chats = "".join(f'{{"messages": [{{"role": "user", "content": "{i}"}}, {{"role": "assistant", "content": "a"}}]}}\n' for i in range(20))
+                source = self.write("chats.jsonl", chats) if "--chat" in options else self.folder / "in"
+                config = json.loads(self.call(source, *options).stdout.split("config:\n", 1)[1])
+                self.assertTrue(config["data"]["eval"])
+                self.assertGreater(config["training"]["eval_interval"], 0)
 
     @unittest.skipIf(tokenizers is None, "tokenizers is missing")
     def test_config_snippet_leaves_an_imported_model_as_it_is(self):
