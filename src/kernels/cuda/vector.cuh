@@ -81,6 +81,21 @@ __device__ inline float block_sum(float x, float* shared) {
   return x;
 }
 
+// The same in double. To be called once in a kernel.
+template <int kThreads>
+__device__ inline double block_sum_double(double x) {
+  constexpr int kWarps = kThreads / kWarpSize;
+  __shared__ double warp_sums[kWarps];
+#pragma unroll
+  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
+  if (threadIdx.x % kWarpSize == 0) warp_sums[threadIdx.x / kWarpSize] = x;
+  __syncthreads();
+  x = 0.0;
+#pragma unroll
+  for (int warp = 0; warp < kWarps; ++warp) x += warp_sums[warp];
+  return x;
+}
+
 template <int kThreads>
 __device__ inline float block_max(float x, float* shared) {
   constexpr int kWarps = kThreads / kWarpSize;

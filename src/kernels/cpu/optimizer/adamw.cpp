@@ -13,23 +13,12 @@
 #include "core/split_float.h"
 #include "kernels/cpu/codec.h"
 #include "kernels/cpu/math/log2_exp2.h"
+#include "kernels/cpu/optimizer/groups.h"
 
-// Everything happens group by group: read 128 elements of every tensor as fp32, update them, write them back.
 namespace parka::cpu {
-namespace {
-
-constexpr int64_t kGroupGrain = 64;  // groups per chunk of parallel_for: 8192 elements
-constexpr uint32_t kMagnitudeBits = 0x7fffffffu;
-
-using GroupValues = std::array<float, kMomentGroup>;
-
-// Elements [begin, begin + count) of a tensor: one group.
-struct GroupRange {
-  int64_t begin, count;
-  int64_t group() const { return begin / kMomentGroup; }
-};
 
 void for_each_group(int64_t numel, const std::function<void(const GroupRange&)>& body) {
+  constexpr int64_t kGroupGrain = 64;  // groups per chunk of parallel_for: 8192 elements
   parallel_for(ceil_div(numel, kMomentGroup), kGroupGrain, [&](int64_t first, int64_t last) {
     for (int64_t g = first; g < last; ++g) {
       const int64_t begin = g * kMomentGroup;
@@ -39,6 +28,10 @@ void for_each_group(int64_t numel, const std::function<void(const GroupRange&)>&
 }
 
 // ---- Reading ----
+
+namespace {
+
+constexpr uint32_t kMagnitudeBits = 0x7fffffffu;
 
 // (|q| / max)^(1 / k) for every exponent 16 k and magnitude of a code. Both fit in a byte, so all of them take 128
 // KiB, and reading a moment needs no power function. Exponents below 16 are never written; 0, that of zeroed
@@ -62,6 +55,8 @@ class RootTable {
 
 uint8_t* code_bytes(const TensorView& codes) { return static_cast<uint8_t*>(codes.data); }
 
+}  // namespace
+
 void read_moment(const MomentView& moment, const GroupRange& range, float* out) {
   if (!is_float8(moment.values.dtype)) {
     decode_elements(moment.values, range.begin, range.count, out);
@@ -79,6 +74,8 @@ void read_moment(const MomentView& moment, const GroupRange& range, float* out) 
 }
 
 // ---- Writing ----
+
+namespace {
 
 struct Extremes {
   float amax;  // NaN if a member is: as integers, NaNs are the largest magnitudes
@@ -116,6 +113,8 @@ void write_codes(const float* x, const float* fractions, int64_t count, uint8_t 
   }
 }
 
+}  // namespace
+
 void write_moment(const float* x, const GroupRange& range, bool is_second, const MomentView& moment) {
   if (!is_float8(moment.values.dtype)) {
     encode_elements(x, range.begin, range.count, moment.values);
@@ -139,7 +138,7 @@ void write_moment(const float* x, const GroupRange& range, bool is_second, const
 
 // ---- Weights ----
 
-void read_weights(const AdamwStep& a, const GroupRange& range, float* w) {
+void read_weights(const SteppedWeights& a, const GroupRange& range, float* w) {
   switch (a.master_form) {
     case MasterForm::kFp32: {
       const BFloat16* weight = a.weight.as<BFloat16>() + range.begin;
@@ -158,7 +157,9 @@ void read_weights(const AdamwStep& a, const GroupRange& range, float* w) {
   }
 }
 
-void write_split24(const AdamwStep& a, const GroupRange& range, const float* w) {
+namespace {
+
+void write_split24(const SteppedWeights& a, const GroupRange& range, const float* w) {
   BFloat16* weight = a.weight.as<BFloat16>() + range.begin;
   uint8_t* remainder = a.master.as<uint8_t>() + range.begin;
   const uint64_t first = a.first_element + static_cast<uint64_t>(range.begin);
@@ -170,7 +171,7 @@ void write_split24(const AdamwStep& a, const GroupRange& range, const float* w) 
   }
 }
 
-void write_stochastic(const AdamwStep& a, const GroupRange& range, const float* w) {
+void write_stochastic(const SteppedWeights& a, const GroupRange& range, const float* w) {
   BFloat16* weight = a.weight.as<BFloat16>() + range.begin;
   const uint64_t first = a.first_element + static_cast<uint64_t>(range.begin);
   for (int64_t i = 0; i < range.count; i += 4) {  // `first` is a multiple of 128: four elements share a draw
@@ -181,7 +182,9 @@ void write_stochastic(const AdamwStep& a, const GroupRange& range, const float* 
   }
 }
 
-void write_weights(const AdamwStep& a, const GroupRange& range, const float* w) {
+}  // namespace
+
+void write_weights(const SteppedWeights& a, const GroupRange& range, const float* w) {
   switch (a.master_form) {
     case MasterForm::kFp32: {
       BFloat16* weight = a.weight.as<BFloat16>() + range.begin;
@@ -199,9 +202,8 @@ void write_weights(const AdamwStep& a, const GroupRange& range, const float* w) 
   }
 }
 
-// Raises weight_amax to the weights of a group as they are stored. Groups may be at it at the same time; the
-// maximum does not depend on their order.
-void raise_weight_amax(const AdamwStep& a, const GroupRange& range) {
+void raise_weight_amax(const SteppedWeights& a, const GroupRange& range) {
+  if (a.weight_amax.empty()) return;
   GroupValues stored;
   decode_elements(a.weight, range.begin, range.count, stored.data());
   const float largest = max_abs(stored.data(), range.count);
@@ -211,7 +213,9 @@ void raise_weight_amax(const AdamwStep& a, const GroupRange& range) {
   }
 }
 
-// ---- The update ----
+// ---- AdamW ----
+
+namespace {
 
 struct UpdateConstants {
   float grad_scale;
@@ -239,27 +243,29 @@ void update(const AdamwStep& a, const UpdateConstants& c, int64_t count, const f
   }
 }
 
-void step_group(const AdamwStep& a, const UpdateConstants& constants, const GroupRange& range) {
+void step_group(const AdamwStep& a, const SteppedWeights& weights, const UpdateConstants& constants,
+                const GroupRange& range) {
   GroupValues g, m, v, w;
   decode_elements(a.gradient, range.begin, range.count, g.data());
   read_moment(a.exp_avg, range, m.data());
   read_moment(a.exp_avg_sq, range, v.data());
-  read_weights(a, range, w.data());
+  read_weights(weights, range, w.data());
   update(a, constants, range.count, g.data(), m.data(), v.data(), w.data());
   write_moment(m.data(), range, /*is_second=*/false, a.exp_avg);
   write_moment(v.data(), range, /*is_second=*/true, a.exp_avg_sq);
-  write_weights(a, range, w.data());
+  write_weights(weights, range, w.data());
 }
 
 }  // namespace
 
 void adamw_step(Device&, const AdamwStep& a) {
   const UpdateConstants constants(a);
-  const bool changes = std::isfinite(constants.grad_scale), wants_amax = !a.weight_amax.empty();
-  if (!changes && !wants_amax) return;
+  const SteppedWeights weights(a);
+  const bool changes = std::isfinite(constants.grad_scale);
+  if (!changes && a.weight_amax.empty()) return;
   for_each_group(a.weight.numel(), [&](const GroupRange& range) {
-    if (changes) step_group(a, constants, range);
-    if (wants_amax) raise_weight_amax(a, range);
+    if (changes) step_group(a, weights, constants, range);
+    raise_weight_amax(weights, range);
   });
 }
 

@@ -3,37 +3,16 @@
 #include <algorithm>
 #include <type_traits>
 
-#include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/optimizer/adamw_update.cuh"
 #include "kernels/cuda/optimizer/block_scheduler.cuh"
+#include "kernels/cuda/optimizer/step_kernels.cuh"
 
-// A warp takes one group of 128 elements, or several: it reads them of every tensor as fp32, updates them and
-// writes them back. There are two kernels: adamw_fp8_kernel for whole blocks of elements with expanded fp8
-// moments, and adamw_kernel for everything else.
+// There are two kernels: adamw_fp8_kernel for whole blocks of elements with expanded fp8 moments, and adamw_kernel
+// for everything else.
 namespace parka::cuda {
 namespace {
 
 // ---- Kernels ----
-
-// Calls f(part, first, kWhole) for the lane's part of a tensor of N elements, its first one's number and whether
-// the block's elements are all there, in aligned tensors.
-template <typename Part, typename F>
-__device__ void with_part(int64_t N, bool aligned, const F& f) {
-  const int64_t begin = int64_t{blockIdx.x} * Part::kBlockElements, first = begin + Part::offset();
-  const Part part{N - first};
-  if (aligned && begin + Part::kBlockElements <= N) {
-    f(part, first, std::true_type());
-  } else {
-    f(part, first, std::false_type());
-  }
-}
-
-// Raises *weight_amax, unless it is null, to what the threads of a block have found, as the last thing they do.
-template <int kThreads, typename LargestWeight>
-__device__ void raise_weight_amax(float* weight_amax, const LargestWeight& largest) {
-  __shared__ uint32_t shared[kThreads / kWarpSize];
-  if (weight_amax != nullptr) raise_to_block_max<kThreads>(weight_amax, largest.value(), shared);
-}
 
 template <typename Tensors>
 __global__ void __launch_bounds__(Tensors::Part::kThreads)
@@ -67,14 +46,6 @@ __device__ void find_unchanged_amax(const T* weight_N, int count, float* weight_
     largest.raise_to(load_part<true>(first, Part{}));
   }
   raise_weight_amax<Part::kThreads>(weight_amax, largest);
-}
-
-// `tensors` at the lane's first element of a block of elements.
-template <typename Tensors>
-__device__ Tensors of_block(const Tensors& tensors, int block) {
-  Tensors moved = tensors;
-  moved.move(int64_t{block} * Tensors::Part::kBlockElements + Tensors::Part::offset());
-  return moved;
 }
 
 // The fast step with fp8 moments, of `count` times Part::kBlockElements elements of aligned tensors: every block
@@ -146,29 +117,10 @@ __global__ void __launch_bounds__(Moment::Part::kThreads)
 
 // ---- Launches ----
 
-// Many lanes for each group, or few with wide accesses, which makes a group's own work cost less.
-using SmallPart = LanePart<1, 4, 8>;
-using LargePart = LanePart<2, 8, 16>;
-
-// Calls f with the weights' device form.
-template <typename F>
-void with_weights(const AdamwStep& a, const F& f) {
-  switch (a.master_form) {
-    case MasterForm::kFp32: f(SplitMaster{a.weight.as<BFloat16>(), a.master.as<uint16_t>()}); return;
-    case MasterForm::kFp24Split: {
-      const uint32_t phase = rounding_phase(a.step, a.first_element);
-      f(Split24Master{a.weight.as<BFloat16>(), a.master.as<uint8_t>(), phase});
-      return;
-    }
-    case MasterForm::kBf16Sr: f(StochasticWeight{a.weight.as<BFloat16>(), a.seed, a.step, a.first_element}); return;
-    case MasterForm::kNone: f(Fp32Weight{a.weight.as<float>()}); return;
-  }
-}
-
 // Calls f(weights, gradient) with their device forms.
 template <typename F>
 void with_weights_and_gradient(const AdamwStep& a, const F& f) {
-  with_weights(a, [&](auto weights) {
+  with_weights(SteppedWeights(a), [&](auto weights) {
     with_plain_type(a.gradient.dtype, [&](auto type) {
       using T = decltype(type);
       f(weights, Gradient<T>{a.gradient.as<T>()});
@@ -176,16 +128,6 @@ void with_weights_and_gradient(const AdamwStep& a, const F& f) {
   });
 }
 
-// Call f with the moment's device form.
-template <typename F>
-void with_plain_moment(const MomentView& moment, const F& f) {
-  with_plain_type(moment.values.dtype, [&](auto type) {
-    using T = decltype(type);
-    f(PlainMoment<T, SmallPart>{moment.values.as<T>()});
-  });
-}
-template <bool kIsSecond>
-using SmallFp8Moment = Fp8Moment<SmallPart, kIsSecond, false>;
 template <typename F>
 void with_moment(const MomentView& moment, bool is_second, const F& f) {
   if (!is_float8(moment.values.dtype)) {
@@ -197,21 +139,9 @@ void with_moment(const MomentView& moment, bool is_second, const F& f) {
   }
 }
 
-// Whether a lane can move a pack of `Part` as it likes to.
 template <typename Part>
-bool is_aligned_for(const TensorView& t) {
-  constexpr int64_t kWidestAccess = 16;
-  const int64_t pack_bytes = Part::kElements * size_of(t.dtype);
-  return is_aligned(t.data, static_cast<size_t>(std::min(pack_bytes, kWidestAccess)));
-}
-
-template <typename Part>
-bool is_aligned_for(const AdamwStep& a) {
-  bool aligned = true;
-  for (const TensorView& t : {a.weight, a.master, a.gradient, a.exp_avg.values, a.exp_avg_sq.values}) {
-    aligned = aligned && is_aligned_for<Part>(t);
-  }
-  return aligned;
+bool has_aligned_tensors(const AdamwStep& a) {
+  return is_aligned_for<Part>({a.weight, a.master, a.gradient, a.exp_avg.values, a.exp_avg_sq.values});
 }
 
 // Steps the elements from number `begin` on, a multiple of 128.
@@ -222,7 +152,8 @@ void launch_step(CudaDevice& device, const AdamwStep& a, Tensors tensors, int64_
   if (N == 0) return;
   tensors.move(begin);
   launch(device, "adamw_step", adamw_kernel<Tensors>, {ceil_div(N, Part::kBlockElements), Part::kThreads}, tensors,
-         a.grad_scale.as<float>(), optional<float>(a.weight_amax), UpdateConstants(a), N, is_aligned_for<Part>(a));
+         a.grad_scale.as<float>(), optional<float>(a.weight_amax), UpdateConstants(a), N,
+         has_aligned_tensors<Part>(a));
 }
 
 void step_with_plain_moments(CudaDevice& device, const AdamwStep& a) {
@@ -238,7 +169,8 @@ void step_with_plain_moments(CudaDevice& device, const AdamwStep& a) {
 // Elements that the fast step can have, from the first on. Without range expansion there is one row of roots, which
 // any cache holds.
 int64_t num_fast_elements(const CudaDevice& device, const AdamwStep& a) {
-  const bool can = !a.exp_avg.exponent.empty() && !a.exp_avg_sq.exponent.empty() && is_aligned_for<LargePart>(a) &&
+  const bool can = !a.exp_avg.exponent.empty() && !a.exp_avg_sq.exponent.empty() &&
+                   has_aligned_tensors<LargePart>(a) &&
                    device.properties().sharedMemPerBlockOptin >= sizeof(RootTable);
   return can ? a.weight.numel() / LargePart::kBlockElements * LargePart::kBlockElements : 0;
 }
@@ -260,7 +192,7 @@ void fast_step(CudaDevice& device, const AdamwStep& a, int64_t num_elements) {
 
 // What the fast step leaves: the elements behind `num_fast`, the last ones of a tensor, or all where it cannot be.
 void step_rest(CudaDevice& device, const AdamwStep& a, int64_t num_fast) {
-  with_weights(a, [&](auto weights) {
+  with_weights(SteppedWeights(a), [&](auto weights) {
     const auto step_with = [&](auto exp_avg_sq) {
       const Tensors tensors{weights, AnyGradient(a.gradient), SmallFp8Moment<false>(a.exp_avg), exp_avg_sq};
       launch_step(device, a, tensors, num_fast);
@@ -294,7 +226,7 @@ void moment_encode(Device& device, const MomentEncode& a) {
   const int64_t N = a.values.numel();
   with_moment(a.moment, a.is_second, [&](auto moment) {
     using Part = typename decltype(moment)::Part;
-    const bool aligned = is_aligned_for<Part>(a.values) && is_aligned_for<Part>(a.moment.values);
+    const bool aligned = is_aligned_for<Part>({a.values, a.moment.values});
     launch(as_cuda(device), "moment_encode", moment_encode_kernel<decltype(moment)>,
            {ceil_div(N, Part::kBlockElements), Part::kThreads}, a.values.as<float>(), moment, N, aligned);
   });
@@ -304,7 +236,7 @@ void moment_decode(Device& device, const MomentDecode& a) {
   const int64_t N = a.values.numel();
   with_moment(a.moment, /*is_second=*/false, [&](auto moment) {
     using Part = typename decltype(moment)::Part;
-    const bool aligned = is_aligned_for<Part>(a.values) && is_aligned_for<Part>(a.moment.values);
+    const bool aligned = is_aligned_for<Part>({a.values, a.moment.values});
     launch(as_cuda(device), "moment_decode", moment_decode_kernel<decltype(moment)>,
            {ceil_div(N, Part::kBlockElements), Part::kThreads}, moment, a.values.as<float>(), N, aligned);
   });

@@ -411,7 +411,8 @@ __device__ inline float direction_of(float m, float v, float inverse_bias1, floa
   return __fdiv_rn(__fmul_rn(m, inverse_bias1), __fadd_rn(root, eps));
 }
 
-__device__ inline void update_weight(const UpdateConstants& c, float direction, float& w) {
+template <typename Constants>
+__device__ void update_weight(const Constants& c, float direction, float& w) {
   w = __fsub_rn(w, __fmul_rn(c.lr, __fadd_rn(direction, __fmul_rn(c.weight_decay, w))));
 }
 

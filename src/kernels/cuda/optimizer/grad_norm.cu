@@ -14,21 +14,6 @@ namespace {
 constexpr int kThreads = 256;
 constexpr int kBatch = 4;  // wide loads that a thread has under way before it uses the first
 
-// The sum over a block of kBlock threads, in thread 0.
-template <int kBlock>
-__device__ double block_sum_double(double x) {
-  constexpr int kWarps = kBlock / kWarpSize;
-  __shared__ double warp_sums[kWarps];
-#pragma unroll
-  for (int offset = kWarpSize / 2; offset > 0; offset /= 2) x += __shfl_xor_sync(kFullWarp, x, offset);
-  if (threadIdx.x % kWarpSize == 0) warp_sums[threadIdx.x / kWarpSize] = x;
-  __syncthreads();
-  x = 0.0;
-#pragma unroll
-  for (int warp = 0; warp < kWarps; ++warp) x += warp_sums[warp];
-  return x;
-}
-
 // What one thread adds to the sum over x[0 .. count).
 template <int kBlock, typename T>
 __device__ double thread_sum(const T* x, int64_t count) {

@@ -4,9 +4,9 @@
 #include <cmath>
 
 #include "kernels/op/define.h"
+#include "kernels/ops/optimizer/step_tensors.h"
 
 namespace parka {
-namespace {
 
 void check_moment(std::string_view op, std::string_view name, const MomentView& moment, int64_t N) {
   check_tensor(op, name, moment.values, {N}, {DType::kF32, DType::kBF16, DType::kE4M3});
@@ -21,33 +21,31 @@ void check_moment(std::string_view op, std::string_view name, const MomentView& 
   }
 }
 
-void check_weight(const AdamwStep& a, int64_t N) {
+void check_weights(std::string_view op, const SteppedWeights& a, int64_t N) {
   const DType weight = a.master_form == MasterForm::kNone ? DType::kF32 : DType::kBF16;
-  check_tensor("adamw_step", "weight", a.weight, {N}, {weight});
+  check_tensor(op, "weight", a.weight, {N}, {weight});
+  if (!a.weight_amax.empty()) check_tensor(op, "weight_amax", a.weight_amax, {1}, {DType::kF32});
+  PARKA_REQUIRE(a.first_element % kMomentGroup == 0);
   switch (a.master_form) {
-    case MasterForm::kFp32: check_tensor("adamw_step", "master", a.master, {N}, {DType::kU16}); return;
-    case MasterForm::kFp24Split: check_tensor("adamw_step", "master", a.master, {N}, {DType::kU8}); return;
+    case MasterForm::kFp32: check_tensor(op, "master", a.master, {N}, {DType::kU16}); return;
+    case MasterForm::kFp24Split: check_tensor(op, "master", a.master, {N}, {DType::kU8}); return;
     case MasterForm::kBf16Sr:
     case MasterForm::kNone:
-      if (!a.master.empty()) throw_internal("adamw_step: master is {}, wanted none", describe(a.master));
+      if (!a.master.empty()) throw_internal("{}: master is {}, wanted none", op, describe(a.master));
       return;
   }
 }
 
 double bytes_of(const MomentView& m) { return all_bytes(m.values, m.amax, m.exponent); }
 
-}  // namespace
-
 void adamw_step(Device& device, const AdamwStep& a) {
   const int64_t N = a.weight.numel();
-  check_weight(a, N);
+  check_weights("adamw_step", SteppedWeights(a), N);
   check_tensor("adamw_step", "gradient", a.gradient, {N}, {DType::kF32, DType::kBF16});
   check_moment("adamw_step", "exp_avg", a.exp_avg, N);
   check_moment("adamw_step", "exp_avg_sq", a.exp_avg_sq, N);
   check_tensor("adamw_step", "grad_scale", a.grad_scale, {1}, {DType::kF32});
-  if (!a.weight_amax.empty()) check_tensor("adamw_step", "weight_amax", a.weight_amax, {1}, {DType::kF32});
   PARKA_REQUIRE(a.bias_correction1 > 0 && a.bias_correction2 > 0);
-  PARKA_REQUIRE(a.first_element % kMomentGroup == 0);
   if (N == 0) return;
   PARKA_DISPATCH(adamw_step, device, a);
 }
