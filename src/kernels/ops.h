@@ -20,6 +20,7 @@
 #include "kernels/ops/norm/qk_norm.h"
 #include "kernels/ops/optimizer/adamw.h"
 #include "kernels/ops/optimizer/grad_norm.h"
+#include "kernels/ops/optimizer/muon.h"
 #include "kernels/ops/quantize/quantization_statistics.h"
 #include "kernels/ops/quantize/quantize.h"
 #include "kernels/ops/quantize/quantize_4bit.h"

@@ -129,6 +129,15 @@ inline int64_t sum_of_squares_pieces(int64_t numel) {
 }
 inline int64_t sum_of_squares_workspace_bytes(int64_t pieces, int64_t parts) { return (pieces + parts) * 8; }
 
+// orthogonalize: one fp64 sum of squares for each piece of each matrix. A piece is one thread block's work.
+inline constexpr int64_t kOrthogonalizePiece = int64_t{1} << 15;  // elements
+inline int64_t orthogonalize_pieces(int64_t numel) {              // of a matrix
+  return (numel + kOrthogonalizePiece - 1) / kOrthogonalizePiece;
+}
+inline int64_t orthogonalize_workspace_bytes(int64_t matrices, int64_t numel) {
+  return matrices * orthogonalize_pieces(numel) * 8;
+}
+
 // gemm of 1x128 and 128x128 scaled operands: after cuBLASLt's workspace, the scales of both. The bytes of an
 // operand [rows, depth] are those in cuBLASLt's layout as 1x128, which are more than as 128x128.
 inline int64_t gemm_scales_bytes(int64_t rows, int64_t depth) {

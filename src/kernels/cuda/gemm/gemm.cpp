@@ -2,6 +2,7 @@
 
 #include <cstddef>
 #include <cstdint>
+#include <numeric>
 #include <utility>
 
 #include "core/error.h"
@@ -84,7 +85,87 @@ class Preference {
   cublasLtMatmulPreference_t preference_ = nullptr;
 };
 
+// ---- Batches ----
+
+std::string key_of(const BatchedGemm& a) {
+  return fmt::format("{} x {} x {}{}{} of a batch", a.out.dim[1], a.out.dim[2], a.a.dim[a.a_transposed ? 1 : 2],
+                     a.a_transposed ? ", a transposed" : "", a.b_transposed ? ", b transposed" : "");
+}
+
+// Bytes to which every matrix of a tensor is aligned, wherever it lies in it, if the first one is.
+uint32_t batch_alignment(const TensorView& t) {
+  constexpr int64_t kMost = 16;
+  return static_cast<uint32_t>(std::gcd(kMost, t.dim[2] * size_of(t.dtype)));
+}
+
+cublasLtMatrixLayout_t batch_layout_of(const TensorView& t) {
+  const int64_t numel = t.dim[1] * t.dim[2];
+  const cublasLtMatrixLayout_t layout = layout_of(TensorView(t.data, t.dtype, {t.dim[1], t.dim[2]}));
+  check(PARKA_CUBLASLT(cublasLtMatrixLayoutSetAttribute)(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+                                                         &numel, sizeof(numel)),
+        "gemm");
+  return layout;
+}
+
 }  // namespace
+
+PreparedBatch::PreparedBatch(cublasLtHandle_t handle, const BatchedGemm& a) {
+  check(PARKA_CUBLASLT(cublasLtMatmulDescCreate)(&product_, CUBLAS_COMPUTE_32F, CUDA_R_32F), "gemm");
+  set(product_, CUBLASLT_MATMUL_DESC_TRANSA, a.b_transposed ? CUBLAS_OP_N : CUBLAS_OP_T);
+  set(product_, CUBLASLT_MATMUL_DESC_TRANSB, a.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
+  a_ = batch_layout_of(a.b);
+  b_ = batch_layout_of(a.a);
+  out_ = batch_layout_of(a.out);
+  constexpr int64_t kUsualCount = 8;  // that the library chooses an algorithm for
+  set_count(kUsualCount);
+  Preference preference;
+  preference.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, uint64_t{0});
+  preference.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_NONE});
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, batch_alignment(a.b));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, batch_alignment(a.a));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_C_BYTES, batch_alignment(a.out));
+  preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_D_BYTES, batch_alignment(a.out));
+  cublasLtMatmulHeuristicResult_t found = {};
+  int count = 0;
+  const cublasStatus_t status = PARKA_CUBLASLT(cublasLtMatmulAlgoGetHeuristic)(handle, product_, a_, b_, out_, out_,
+                                                                               preference, 1, &found, &count);
+  if (status != CUBLAS_STATUS_SUCCESS || count == 0 || found.state != CUBLAS_STATUS_SUCCESS) {
+    throw_internal("gemm {}: cuBLASLt has no algorithm for it", key_of(a));
+  }
+  algorithm_ = found.algo;
+}
+
+PreparedBatch::~PreparedBatch() {
+  for (cublasLtMatrixLayout_t layout : {a_, b_, out_}) PARKA_CUBLASLT(cublasLtMatrixLayoutDestroy)(layout);
+  PARKA_CUBLASLT(cublasLtMatmulDescDestroy)(product_);
+}
+
+void PreparedBatch::set_count(int64_t count) const {
+  const auto batch_count = static_cast<int32_t>(count);
+  for (cublasLtMatrixLayout_t layout : {a_, b_, out_}) {
+    check(PARKA_CUBLASLT(cublasLtMatrixLayoutSetAttribute)(layout, CUBLASLT_MATRIX_LAYOUT_BATCH_COUNT, &batch_count,
+                                                           sizeof(batch_count)),
+          "gemm");
+  }
+}
+
+cublasStatus_t PreparedBatch::run(cublasLtHandle_t handle, const CudaDevice& device, const BatchedGemm& a) const {
+  set_count(a.out.dim[0]);
+  const void* const addend = a.addend.empty() ? a.out.data : a.addend.data;
+  return PARKA_CUBLASLT(cublasLtMatmul)(handle, product_, &a.factor, a.b.data, a_, a.a.data, b_, &a.addend_factor,
+                                        addend, out_, a.out.data, out_, &algorithm_, nullptr, 0, device.stream());
+}
+
+void multiply_batch(CudaDevice& device, const BatchedGemm& a) {
+  for (const TensorView& t : {a.a, a.b, a.out}) PARKA_REQUIRE(alignment_of(t) >= batch_alignment(t));
+  GemmCache& gemms = gemms_of(device);
+  const cublasStatus_t status = gemms.prepare(a).run(gemms.handle(), device, a);
+  if (status != CUBLAS_STATUS_SUCCESS) {
+    throw_internal("gemm {}: cuBLASLt: {}", key_of(a), PARKA_CUBLASLT(cublasLtGetStatusName)(status));
+  }
+}
+
+// ---- Single products ----
 
 PreparedGemm::PreparedGemm(const Gemm& a) {
   check(PARKA_CUBLASLT(cublasLtMatmulDescCreate)(&product_, CUBLAS_COMPUTE_32F, CUDA_R_32F), "gemm");
@@ -175,6 +256,10 @@ const PreparedGemm* GemmCache::prepare(const Gemm& a) {
   entry.used = true;
   if (is_new) choose_algorithm(found->first, entry);
   return entry.supported ? &entry.prepared : nullptr;
+}
+
+const PreparedBatch& GemmCache::prepare(const BatchedGemm& a) {
+  return batches_.try_emplace(key_of(a), handle_, a).first->second;
 }
 
 void GemmCache::choose_algorithm(const std::string& key, Entry& entry) const {

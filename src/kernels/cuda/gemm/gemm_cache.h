@@ -38,6 +38,39 @@ class PreparedGemm {
   cublasLtMatrixLayout_t a_ = nullptr, b_ = nullptr, out_ = nullptr;
 };
 
+// Products of bf16 matrices, `count` of one shape behind each other in each tensor:
+//   out = factor * a b + addend_factor * addend, summed in fp32 and rounded once
+// The bits of a product do not depend on how many there are: the algorithm is the same for every count, and none of
+// its sums is divided. `out` is none of the other tensors. Tensors are aligned as a later matrix of them would be.
+struct BatchedGemm {
+  TensorView a;  // [count, M, K], or [count, K, M] if a_transposed
+  TensorView b;  // [count, N, K], or [count, K, N] if b_transposed
+  bool a_transposed = false, b_transposed = false;
+  float factor = 1;
+  TensorView addend = {};  // [count, M, N]; empty: nothing is added
+  float addend_factor = 0;
+  TensorView out;  // [count, M, N]
+};
+void multiply_batch(CudaDevice& device, const BatchedGemm& a);
+
+// What cuBLASLt needs to know about a BatchedGemm of any count.
+class PreparedBatch {
+ public:
+  PreparedBatch(cublasLtHandle_t handle, const BatchedGemm& a);
+  ~PreparedBatch();
+  PreparedBatch(const PreparedBatch&) = delete;
+  PreparedBatch& operator=(const PreparedBatch&) = delete;
+
+  cublasStatus_t run(cublasLtHandle_t handle, const CudaDevice& device, const BatchedGemm& a) const;
+
+ private:
+  void set_count(int64_t count) const;
+
+  cublasLtMatmulDesc_t product_ = nullptr;
+  cublasLtMatrixLayout_t a_ = nullptr, b_ = nullptr, out_ = nullptr;
+  cublasLtMatmulAlgo_t algorithm_{};
+};
+
 // The products that have been run, by key, and the algorithms that `parka tune` has chosen.
 class GemmCache final : public KeptByOps {
  public:
@@ -47,6 +80,7 @@ class GemmCache final : public KeptByOps {
   cublasLtHandle_t handle() const { return handle_; }
   // Null for fp8 products that cuBLASLt does not support.
   const PreparedGemm* prepare(const Gemm& a);
+  const PreparedBatch& prepare(const BatchedGemm& a);
   // For products that have not been asked for yet.
   void choose(std::map<std::string, cublasLtMatmulAlgo_t> chosen);
   // For one that has been.
@@ -66,6 +100,7 @@ class GemmCache final : public KeptByOps {
 
   cublasLtHandle_t handle_ = nullptr;
   std::map<std::string, Entry> entries_;
+  std::map<std::string, PreparedBatch> batches_;
   std::map<std::string, cublasLtMatmulAlgo_t> chosen_;
 };
 
