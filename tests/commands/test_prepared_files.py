@@ -3,6 +3,8 @@ Exits with 77 (skipped) where a package is missing."""
 import json
 import os
 import shutil
+import socket
+import subprocess
 import sys
 import tempfile
 import unittest
@@ -16,7 +18,7 @@ except ImportError as error:
     print(f"skipped: {error.name} is missing")
     sys.exit(77)
 
-from parka_runs import parka
+from parka_runs import PROGRAM, parka, starters
 from refusals import assert_ended_well, assert_refused, assert_told
 from test_prepared_conversations import prepare
 from token_runs import TokenRuns, np, random_ids
@@ -314,6 +316,40 @@ class Taken(Files):
             self.assertEqual("warning" in result.stderr, is_told, result.stderr)
             self.assertEqual(f"{path}.mask" in result.stderr, is_told, result.stderr)
             self.assertRegex(result.stderr, "100 %|97 %" if is_told else " [45][0-9] %")
+
+
+class Hosts(Files):
+    def test_copies_of_ranks_that_differ(self):
+        for host in ("one", "two"):
+            for number in range(2):
+                self.write(f"{host}/{number}.npy", random_ids(64 * 256, VOCAB, seed=number))
+        config = self.config(["0.npy", "1.npy"], VOCAB, checksum=True)
+        config["training"]["micro_batch_size"] = 1
+        path = self.write_config(config)
+
+        def results():
+            self.forget_run()
+            with socket.create_server(("127.0.0.1", 0)) as server:
+                port = str(server.getsockname()[1])
+            processes = []
+            for rank, host in enumerate(("one", "two")):
+                variables = {"RANK": str(rank), "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+                processes.append(subprocess.Popen([os.path.abspath(PROGRAM), "--threads", "1", "train", path], cwd=self.path(host), text=True,
+                                                  stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, env=starters.environment(**variables)))
+            said = [process.communicate(timeout=100)[1] for process in processes]
+            return [process.returncode for process in processes], "".join(said)
+
+        codes, said = results()
+        self.assertEqual(codes, [0, 0], said)
+        for damaged in ("one/0.npy", "one/1.npy", "two/0.npy", "two/1.npy"):
+            with self.subTest(damaged):
+                with open(self.path(damaged), "r+b") as file:
+                    file.seek(16000)
+                    file.write(b"\1\0\2\0")
+                codes, said = results()
+                self.assertEqual(codes, [2, 2], said)
+                self.assertIn(os.path.basename(damaged), said)
+                self.write(damaged, random_ids(64 * 256, VOCAB, seed=int(damaged[4])))
 
 
 class Documents(Files):

@@ -11,7 +11,8 @@
 namespace parka {
 
 // What a checkpoint keeps of each training file: name, size and fingerprint, and with data.checksum the XXH3-128 of
-// all its bytes. All ranks must call this: each reads a share of the files, which is a heartbeat().
+// all its bytes. All ranks must call this: those that see the same files read a share each, which is a heartbeat().
+// Throws Error(kBadInput) where copies of ranks differ.
 nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator);
 
 // The differences between the files `now` and those of a checkpoint, `saved`, each as a line that names a file.
