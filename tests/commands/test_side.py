@@ -46,7 +46,7 @@ class SideNetworks(RunFolder):
         self.run_ok(*train, "--set=training.steps=2")
         said = self.run_ok(*train, "--set=training.steps=4")
         self.assertIn("resuming from", said)
-        self.assertIn(f"parka export {self.folder}/run --adapter --out FOLDER\n", said)
+        self.assertIn(f"parka export {self.folder}/run --adapter --out FOLDER", said)
         self.run_ok("eval", f"{self.folder}/run", "--set", "device.kind=cpu")
         self.sample()
 

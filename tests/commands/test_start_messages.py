@@ -74,6 +74,30 @@ class RandomWeights(TokenRuns):
                 self.assertTrue(said("--set", "optimizer.frozen=[\"blocks.0.*\"]"))
 
 
+class OddValues(TokenRuns):
+    def test_values_that_are_seldom_meant_are_told_of(self):
+        path, held_out = self.write("ids.npy", random_ids(500, 256)), self.write("held_out.npy", random_ids(500, 256, seed=1))
+        config = self.config([path], 256)
+        config["training"]["steps"] = 4
+        sound = ("optimizer.lr=0.5", "optimizer.lr=1e-8", "optimizer.weight_decay=0.9", "optimizer.beta1=0.95", "optimizer.schedule.total_steps=4",
+                 "training.eval_interval=0")
+        odd = ("optimizer.lr=0", "optimizer.lr=1", "optimizer.lr=3e4", "optimizer.weight_decay=1", "optimizer.weight_decay=10", "optimizer.beta2=0.5",
+               "optimizer.schedule.total_steps=3", "optimizer.schedule.total_steps=400", f'data.eval=["{held_out}"]', f'evaluation.sets=["a={held_out}"]')
+        named = {"optimizer.beta2": "optimizer.beta1", "data.eval": "training.eval_interval", "evaluation.sets": "training.eval_interval"}
+        for change in (*sound, *odd):
+            for command in (("train",), ("config", "check"), ("data",)):
+                with self.subTest(change, command=command):
+                    self.forget_run()
+                    result = parka(*command, self.write_config(config), "--set", change)
+                    assert_ended_well(self, result)
+                    key = change.split("=")[0]
+                    told = [line for line in result.stderr.splitlines() if "warning" in line and named.get(key, key) in line]
+                    self.assertEqual(len(told), int(change in odd), result.stderr)
+        self.forget_run()
+        constant = parka("train", self.write_config(config), "--set", "optimizer.schedule.kind=constant", "--set", "optimizer.schedule.total_steps=400")
+        self.assertNotIn("warning", constant.stderr)
+
+
 @contextlib.contextmanager
 def listening(answer):
     """A port that this test answers: `answer` is given each connection."""

@@ -13,8 +13,8 @@ int run_config(const ConfigOptions& options) {
     case ConfigOptions::Action::kCheck: {
       const Config config = load_config(options.config_path, options.overrides);
       check_present_files(config);
-      warn_of_random_weights(config);
       check_present_tokenizer(config);
+      warn_of_odd_values(config);
       std::printf("%s: valid\n", options.config_path.c_str());
       return 0;
     }

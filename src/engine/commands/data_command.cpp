@@ -15,6 +15,7 @@
 #include "data/token_files.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/data_statistics.h"
+#include "engine/config/config_checks.h"
 #include "engine/config/config_io.h"
 #include "engine/config/data_description.h"
 #include "engine/config/data_sources.h"
@@ -198,6 +199,7 @@ Listed list_files(const DataOptions& options) {
   // Opening them refuses what is too short, lacks a mask or has no target.
   if (!config.data.train.empty()) open_training_files(config);
   check_present_tokenizer(config);
+  warn_of_odd_values(config);
   listed.sources = held_out_sources(config);
   if (!listed.sources.empty()) open_token_files(listed.sources, config);
   listed.sources.insert(listed.sources.begin(), config.data.train.begin(), config.data.train.end());

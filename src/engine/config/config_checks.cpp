@@ -9,7 +9,6 @@
 #include <fmt/ranges.h>
 
 #include "core/error.h"
-#include "core/log/log.h"
 #include "engine/config/config_io.h"
 #include "engine/config/config_table.h"
 
@@ -46,15 +45,6 @@ ParameterRules Config::parameter_rules() const {
   lora.seed = static_cast<uint64_t>(training.seed) ^ kDropoutKey;
   return {optimizer.frozen, optimizer.lr_patterns, optimizer.lr_factors,
           std::move(lora),  finetune.base,         finetune.side_rules()};
-}
-
-void warn_of_random_weights(const Config& config) {
-  const bool is_added = config.finetune.method != FinetuneMethod::kFull;
-  if (!config.checkpoint.init_from.empty() || (!is_added && config.optimizer.frozen.empty())) return;
-  log_warning(
-      "{} leaves weights as they begin, and without checkpoint.init_from they begin at random; give it a checkpoint, "
-      "such as parka import writes",
-      is_added ? fmt::format("finetune.method = {}", name_of(config.finetune.method)) : "optimizer.frozen");
 }
 
 std::string sharing_ranks(const Config& config) {

@@ -5,8 +5,8 @@
 
 namespace parka {
 
-// Says so where a new run of this config would leave weights as they begin at random.
-void warn_of_random_weights(const Config& config);
+// Says so where a value is valid and seldom meant.
+void warn_of_odd_values(const Config& config);
 
 // For messages that name a number of ranks or GPUs; empty where none of them share sequences.
 std::string sharing_ranks(const Config& config);       // ", of which 2 share each sequence"

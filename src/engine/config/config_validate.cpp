@@ -4,6 +4,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/log/log.h"
 #include "engine/config/config_checks.h"
 #include "engine/config/config_io.h"
 #include "engine/config/config_table.h"
@@ -45,14 +46,20 @@ struct Conflict {
   const char *key, *why;
 };
 
+std::string describe(Config c, const Conflict& conflict) {
+  const nlohmann::ordered_json value = get_field(*make_config_table(c).find(conflict.key));
+  return fmt::format("{} = {} {}", conflict.key, value.is_string() ? value.get<std::string>() : value.dump(),
+                     conflict.why);
+}
+
 void check(const Config& c, std::initializer_list<Conflict> conflicts) {
   for (const Conflict& conflict : conflicts) {
-    if (!conflict.exists) continue;
-    Config copy = c;
-    const nlohmann::ordered_json value = get_field(*make_config_table(copy).find(conflict.key));
-    throw_bad_input("{} = {} {}", conflict.key, value.is_string() ? value.get<std::string>() : value.dump(),
-                    conflict.why);
+    if (conflict.exists) throw_bad_input("{}", describe(c, conflict));
   }
+}
+
+bool has_evaluations(const Config& c) {
+  return !c.data.eval.empty() || !c.evaluation.sets.empty() || !c.evaluation.tasks.empty();
 }
 
 void require_multiple(std::string_view what, int64_t value, std::string_view of, int64_t unit,
@@ -347,8 +354,7 @@ void check_training(const Config& c) {
            "cannot skip a spike, whose norm is known when its step is done: set training.spike_window = 0, or false here"},
           {s.kind != ScheduleKind::kWsd && s.decay_steps != 0, "optimizer.schedule.decay_steps",
            "has no meaning with this optimizer.schedule.kind; set it to 0, or kind = wsd"},
-          {t.eval_interval > 0 && c.data.eval.empty() && c.evaluation.sets.empty() && c.evaluation.tasks.empty(),
-           "training.eval_interval",
+          {t.eval_interval > 0 && !has_evaluations(c), "training.eval_interval",
            "has nothing to evaluate; list files in data.eval, evaluation.sets or evaluation.tasks, or set it to 0"},
       });
   require_multiple("training.global_batch_size", t.global_batch_size, "training.micro_batch_size",
@@ -441,6 +447,31 @@ void validate(const Config& config) {
   check_fp8(config);
   check_data(config.data, config.model.vocab_size);
   check_training(config);
+}
+
+void warn_of_odd_values(const Config& c) {
+  const OptimizerConfig& o = c.optimizer;
+  const int64_t steps = c.training.steps, total = o.schedule.total_steps;
+  const bool has_end = total != 0 && steps != 0 && o.schedule.kind != ScheduleKind::kConstant;
+  const bool is_added = c.finetune.method != FinetuneMethod::kFull, is_random = c.checkpoint.init_from.empty();
+  constexpr const char* kAtRandom =
+      "leaves weights as they begin, at random without checkpoint.init_from; give it a checkpoint";
+  const Conflict odd[] = {
+      {is_random && is_added, "finetune.method", kAtRandom},
+      {is_random && !o.frozen.empty(), "optimizer.frozen", kAtRandom},
+      {o.lr == 0 || o.lr >= 1, "optimizer.lr", "trains nothing, or nothing well; a usual rate is 3e-4"},
+      {o.weight_decay >= 1, "optimizer.weight_decay", "is no percentage; a usual value is 0.1"},
+      {o.beta1 > o.beta2, "optimizer.beta1", "is more than optimizer.beta2; check that they are not exchanged"},
+      {has_end && total > steps, "optimizer.schedule.total_steps",
+       "is more than training.steps: the run ends before its rate has come down; give one number if it does not go on"},
+      {has_end && total < steps, "optimizer.schedule.total_steps",
+       "is less than training.steps: the steps behind it have the last rate; give one number unless that is meant"},
+      {c.training.eval_interval == 0 && has_evaluations(c), "training.eval_interval",
+       "looks at nothing in data.eval, evaluation.sets and evaluation.tasks; give the steps between evaluations"},
+  };
+  for (const Conflict& conflict : odd) {
+    if (conflict.exists) log_warning("{}", describe(c, conflict));
+  }
 }
 
 }  // namespace parka

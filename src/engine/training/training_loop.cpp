@@ -249,6 +249,7 @@ class TrainingLoop {
     evaluation_is_missing_ = communicator_.max(is_first_ && is_missing ? 1.0 : 0.0) > 0;
     const bool is_done = step >= config_.training.steps;
     if (is_first_) {
+      if (!is_done) warn_of_odd_values(config_);
       if (!resumes) records_.begin_anew();
       if (!is_done || evaluation_is_missing_)
         open_folder(resumes);                     // else nothing changes, and a loop may ask again
@@ -292,7 +293,6 @@ class TrainingLoop {
     const std::string& source = config_.checkpoint.init_from;
     if (source.empty()) {
       run_.initialize();
-      warn_of_random_weights(config_);
       log_info("starting a new run in {}", config_.checkpoint.folder);
       return;
     }
