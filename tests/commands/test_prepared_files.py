@@ -42,6 +42,20 @@ class Files(TokenRuns):
             with self.subTest(command=command):
                 self.assert_not_trained(parka(*command, path), *words)
 
+    def assert_told_everywhere(self, config, *words, untold=False):
+        if config["data"].get("eval") or "evaluation" in config:
+            config["training"]["eval_interval"] = config["training"]["steps"]
+        self.forget_run()
+        path = self.write_config(config)
+        for command in (("config", "check"), ("data",), ("train",)):
+            with self.subTest(command=command):
+                result = parka(*command, path)
+                if not untold:
+                    assert_told(self, result, *words)
+                    continue
+                assert_ended_well(self, result)
+                self.assertFalse([line for line in result.stderr.splitlines() if "warning" in line and all(word in line for word in words)], result.stderr)
+
     def assert_taken(self, config):
         self.forget_run()
         path = self.write_config(config)
@@ -318,7 +332,31 @@ class Taken(Files):
             self.assertRegex(result.stderr, "100 %|97 %" if is_told else " [45][0-9] %")
 
 
-class Hosts(Files):
+class Starts(Files):
+    def test_a_start_from_another_model_or_a_shorter_one(self):
+        assert_ended_well(self, parka("import", FIXTURE, "--out", self.path("model")))
+        with open(self.path("model/config.json"), encoding="utf-8") as file:
+            model = json.loads(file.read().split("\n", 1)[1])["model"]  # behind a comment
+        path = self.write("x.npy", random_ids(64 * 256, 83))
+
+        def config(length=64, source="model", **changes):
+            made = self.config([path], 83, sequence_length=length)
+            made["model"] = model | changes
+            made["checkpoint"].update(init_from=self.path(source), folder=self.path("run"))
+            made["checkpoint"]["save_final"] = source == "model"
+            return made
+
+        self.assert_told_everywhere(config(), "data.sequence_length", untold=True)
+        os.rename(self.path("run"), self.path("first"))  # it is of 64 positions, too
+        for source in ("model", "first"):
+            for length, changes, is_told in ((65, {}, True), (256, {}, True), (32, {}, False), (256, {"rope_theta": 1e6}, False),
+                                             (256, {"rope_scaling": {"kind": "linear", "factor": 4}}, False)):
+                with self.subTest(source=source, length=length, **changes):
+                    self.assert_told_everywhere(config(length, source, **changes), "data.sequence_length", untold=not is_told)
+            for key, value in (("num_heads", 2), ("num_heads", 8)):
+                self.assert_refused_everywhere(config(source=source, head_dim=0, num_kv_heads=0, **{key: value}), f"model.{key}", "checkpoint.init_from")
+            self.assert_refused_everywhere(config(source=source, num_heads=4, num_kv_heads=2, head_dim=8), "model.num_kv_heads", "checkpoint.init_from")
+
     def test_copies_of_ranks_that_differ(self):
         for host in ("one", "two"):
             for number in range(2):

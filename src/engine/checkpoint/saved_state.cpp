@@ -15,9 +15,8 @@ namespace {
 
 using nlohmann::json;
 
-JsonReader state_of(const LoadedCheckpoint& checkpoint) {
-  return {checkpoint.state(), checkpoint.path() + ": its state"};
-}
+JsonReader state_of(const json& state, const std::string& path) { return {state, path + ": its state"}; }
+JsonReader state_of(const LoadedCheckpoint& checkpoint) { return state_of(checkpoint.state(), checkpoint.path()); }
 
 // True if file_differences() can compare with it.
 bool is_file(const json& file) {
@@ -96,19 +95,21 @@ json with_values_of_its_version(json config) {
   return config;
 }
 
-json saved_config(const LoadedCheckpoint& checkpoint) {
-  json config = without_removed_keys(state_of(checkpoint).member("config"));
+json saved_config(const json& state, const std::string& path) {
+  json config = without_removed_keys(state_of(state, path).member("config"));
   return with_values_of_its_version(without_unused_keys(std::move(config)));
 }
 
 }  // namespace
 
-Config config_of(const LoadedCheckpoint& checkpoint) {
-  return override_config(saved_config(checkpoint), {}, checkpoint.path());
+Config config_of(const json& state, const std::string& path) {
+  return override_config(saved_config(state, path), {}, path);
 }
 
+Config config_of(const LoadedCheckpoint& checkpoint) { return config_of(checkpoint.state(), checkpoint.path()); }
+
 Config inference_config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides) {
-  json undivided = saved_config(checkpoint);
+  json undivided = saved_config(checkpoint.state(), checkpoint.path());
   const Config saved = override_config(undivided, {}, checkpoint.path());
   undivided.erase("distributed");
   if (undivided.contains("precision")) undivided["precision"].erase("offload_weights");

@@ -4,6 +4,7 @@
 #include "engine/config/config_checks.h"
 #include "engine/config/config_io.h"
 #include "engine/config/data_sources.h"
+#include "engine/huggingface/huggingface_origin.h"
 #include "engine/text/tokenizer_files.h"
 
 namespace parka {
@@ -14,6 +15,7 @@ int run_config(const ConfigOptions& options) {
       const Config config = load_config(options.config_path, options.overrides);
       check_present_files(config);
       check_present_tokenizer(config);
+      check_start(config);
       warn_of_odd_values(config);
       std::printf("%s: valid\n", options.config_path.c_str());
       return 0;

@@ -21,6 +21,7 @@
 #include "engine/config/data_sources.h"
 #include "engine/evaluation/evaluation.h"
 #include "engine/files/json_text.h"
+#include "engine/huggingface/huggingface_origin.h"
 #include "engine/text/text_codec.h"
 #include "engine/text/tokenizer_files.h"
 
@@ -199,6 +200,7 @@ Listed list_files(const DataOptions& options) {
   // Opening them refuses what is too short, lacks a mask or has no target.
   if (!config.data.train.empty()) open_training_files(config);
   check_present_tokenizer(config);
+  check_start(config);
   warn_of_odd_values(config);
   listed.sources = held_out_sources(config);
   if (!listed.sources.empty()) open_token_files(listed.sources, config);

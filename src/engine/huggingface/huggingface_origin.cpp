@@ -1,7 +1,10 @@
 #include "engine/huggingface/huggingface_origin.h"
 
+#include <algorithm>
 #include <array>
 #include <filesystem>
+
+#include <fmt/ranges.h>
 
 #include "core/error.h"
 #include "core/log/log.h"
@@ -10,6 +13,7 @@
 #include "engine/checkpoint/checkpoint_base.h"
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/checkpoint/saved_state.h"
+#include "engine/config/config_io.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 #include "engine/huggingface/config_reader.h"
@@ -141,6 +145,30 @@ std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const json
   });
   if (!gone.empty()) report(gone);
   return origin;
+}
+
+void check_start(const Config& config) {
+  const std::string path = checkpoint_at(config.checkpoint.init_from);
+  if (path.empty() || !list_checkpoints(config.checkpoint.folder).empty()) return;
+  const json state = read_manifest_alone(path).state;
+  const Config saved = config_of(state, path);
+  const ModelConfig &before = saved.model, &now = config.model;
+  if (const auto refused = model_differences(before, now).refused; !refused.empty()) {
+    throw_bad_input("{}: checkpoint.init_from has the weights of another model: {}; change the config's model",
+                    path, fmt::join(refused, "; "));
+  }
+  const auto origin = find_origin(path, state, [](const std::string&) {});
+  const RopeScalingConfig& scaling = now.rope_scaling;
+  int64_t positions = std::max(saved.data.sequence_length, origin ? origin->max_positions.value_or(0) : 0);
+  if (scaling.kind == RopeScalingKind::kYarn)
+    positions =
+        std::max(positions, static_cast<int64_t>(scaling.factor * static_cast<double>(scaling.original_length)));
+  const bool is_changed = before.rope_theta != now.rope_theta || before.rope_scaling != scaling;
+  if (is_changed || config.data.sequence_length <= positions) return;
+  log_warning(
+      "data.sequence_length = {} is more than the {} positions (max_position_embeddings) of checkpoint.init_from = {}, "
+      "with the same model.rope_theta and model.rope_scaling: it has to learn the others",
+      config.data.sequence_length, positions, path);
 }
 
 void keep_origin(const std::string& run_folder, const std::string& init_from) {

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "engine/config/config.h"
 #include "engine/huggingface/huggingface_weights.h"
 
 namespace parka {
@@ -42,6 +43,10 @@ std::string follow_sources(const std::string& path, const nlohmann::json& state,
 // with an init_from that no longer exists.
 std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const nlohmann::json& state,
                                              const std::function<void(const std::string& gone)>& report);
+
+// Throws Error(kBadInput) if a run of `config` that has not begun would start from weights of another model, and
+// says so where that is one of shorter sequences. A model that is not there says nothing.
+void check_start(const Config& config);
 
 // Copies what came with the imported model that `init_from` leads to into a run's folder, unless there is a copy
 // already. A run does not end because this cannot be done. For the rank that has locked the folder.

@@ -297,6 +297,7 @@ class TrainingLoop {
       return;
     }
     const LoadedCheckpoint checkpoint = open_checkpoint(source, {}, communicator_);
+    if (is_first_) check_start(config_);
     const std::vector<std::string> differences = run_.initialize_from(checkpoint);
     log_info("starting a new run in {} with the weights of {}", config_.checkpoint.folder, checkpoint.path());
     for (const std::string& difference : differences) log_info("different from its config: {}", difference);
