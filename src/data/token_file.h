@@ -70,6 +70,9 @@ class TokenFile {
   };
   Repeated most_repeated() const;
 
+  // The ids on sample_pages(), which must be below vocab_size.
+  std::vector<std::vector<int32_t>> sample_ids(int64_t vocab_size) const;
+
   // All files that decide what is read: tokens, index, mask.
   std::vector<const ReadOnlyFile*> files() const;
 
@@ -82,8 +85,6 @@ class TokenFile {
   void open_megatron();
   void open_llm_c();
   void open_raw(int64_t vocab_size);
-  // Those of sample_pages(), which must be below vocab_size.
-  std::vector<std::vector<int32_t>> sample_ids(int64_t vocab_size) const;
   // Calls f(length) for each sequence in the index.
   template <typename F>
   void for_each_sequence(const F& f) const;

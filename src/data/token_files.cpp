@@ -220,17 +220,25 @@ TokenFiles::Estimate TokenFiles::estimate() const {
       std::clamp<int64_t>(kMostTokens / sequence_length_, 1, std::min(kMostSequences, num_sequences()));
   std::vector<int32_t> tokens(S), targets(S), first_keys(rules_.separate_documents ? S : 0);
   const Example example = {tokens.data(), targets.data(), rules_.separate_documents ? first_keys.data() : nullptr};
-  double num_targets = 0, inside = 0, documents = 0;
+  double num_targets = 0, inside = 0, documents = 0, mixed = 0, begun = 0;
   for (int64_t i = 0; i < count; ++i) {
     num_targets += static_cast<double>(read_example(num_sequences() / count * i, example));
-    // Those of one token, as each of padding may be, are passed over.
-    for (size_t t = 1; t < first_keys.size(); ++t) {
-      const auto begin = static_cast<size_t>(first_keys[t]);
-      inside += static_cast<int>(begin != t) + static_cast<int>(begin + 1 == t);
-      documents += static_cast<int>(begin + 1 == t && begin > 0);
+    for (size_t begin = 0, end = 0; begin < first_keys.size(); begin = end) {
+      while (end < S && first_keys[end] == static_cast<int32_t>(begin)) ++end;
+      // Those of one token, as each of padding may be, are passed over.
+      if (end - begin < 2) continue;
+      inside += static_cast<double>(end - begin);
+      documents += static_cast<int>(begin > 0);
+      const auto own = std::span(targets).subspan(begin, end - begin - 1);
+      const int64_t ignored = std::ranges::count(own, kIgnoreTarget);
+      const bool is_mixed = ignored > 1 && ignored < std::ssize(own);  // one may be the end of a document
+      mixed += static_cast<int>(is_mixed);
+      begun += static_cast<int>(is_mixed && own.front() != kIgnoreTarget);
     }
   }
-  return {num_targets / static_cast<double>(count * sequence_length_), documents > 0 ? inside / documents : 0};
+  constexpr double kFewest = 4, kNearlyAll = 0.9;
+  return {num_targets / static_cast<double>(count * sequence_length_), documents > 0 ? inside / documents : 0,
+          mixed >= kFewest && begun >= kNearlyAll * mixed};
 }
 
 bool TokenFiles::shows_documents(int64_t sequence) const {

@@ -70,10 +70,12 @@ class TokenFiles {
   // for it. Short ones may be a single document where ids tell.
   std::optional<size_t> source_without_documents() const;
 
-  // What a few sequences tell of all: the share of tokens that are targets, and about how long documents are, 0
-  // where none begins. Throws as read_example() does.
+  // What a few sequences tell of all: the share of tokens that are targets, about how long documents are, 0 where
+  // none begins, and whether nearly all that have targets and others begin with targets. Throws as read_example()
+  // does.
   struct Estimate {
     double targets, document_length;
+    bool begins_with_targets;
   };
   Estimate estimate() const;
 

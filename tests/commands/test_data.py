@@ -40,8 +40,9 @@ class DataFolder(RunFolder):
         write_marks(self.path("held_out.npy"), 6 * SEQUENCE, seed=6)
 
     def copy_with_marks(self, name, to):
-        for end in ("", ".mask"):
-            shutil.copy(self.path(name + end), self.path(to + end))
+        """In reverse order: a copy would be refused as held out."""
+        with open(self.path(name), "rb") as tokens, open(self.path(name + ".mask"), "rb") as marks:
+            self.write_tokens_and_marks(to, array.array("H", tokens.read())[::-1], marks.read())
 
     def write_tokens_and_marks(self, name, ids, marks):
         for path, content in ((name, array.array("H", ids).tobytes()), (name + ".mask", marks)):

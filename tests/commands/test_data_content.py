@@ -170,9 +170,10 @@ class HeldOut(DataFolder):
                 config = self.config(**place.get("data", {}))
                 config.update({key: value for key, value in place.items() if key != "data"})
                 self.assert_all_refuse(config, "data.train", "data.eval", "evaluation.sets")
-        # A copy is another file, and what is not trained on may be evaluated on twice.
+        # What is not trained on may be evaluated on twice.
         shutil.copy(self.path("a.npy"), self.path("copy.npy"))
-        config = self.config(eval=[self.path("copy.npy")])
+        self.assert_all_refuse(self.config(eval=[self.path("copy.npy")]), "copy.npy", "data.train", "data.eval")
+        config = self.config(train=[self.path("b.npy")], eval=[self.path("copy.npy")])
         config["evaluation"] = {"sets": [f"s={self.path('copy.npy')}"]}
         self.assert_all_take(config)
 

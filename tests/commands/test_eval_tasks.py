@@ -110,7 +110,7 @@ class Tasks(RunFolder):
         super().setUp()
         with open(os.path.abspath(__file__), "rb") as file:
             text = file.read()
-        for name, part in (("a.npy", text[:9000]), ("b.npy", text[3000:6000]), ("held_out.npy", text[6000:8000])):
+        for name, part in (("a.npy", text[:9000]), ("b.npy", text[3000:6000]), ("held_out.npy", text[9000:11000])):
             np.frombuffer(part, np.uint8).astype("<u2").tofile(self.path(name))
         self.config = tiny_config(self.folder, "fp32", steps=6, lr=1e-2)
         self.config["model"].update(vocab_size=272, num_heads=2, num_kv_heads=1, norm="rmsnorm", tie_embeddings=False)
@@ -301,8 +301,8 @@ class Tasks(RunFolder):
         for task in ("winogrande", "hellaswag"):
             wanted["pmi_" + task] = ("pmi_dc", TASKS[task][1])
             paths.append(self.prepare(task, "--metric", "pmi_dc", "--name", "pmi_" + task, name="pmi_" + task))
-        shutil.copy(self.path("a.npy"), self.path("copy.npy"))
-        self.config["evaluation"] = {"tasks": paths, "sets": [f"{n}={self.path(n)}.npy" for n in ("copy", "held_out")]}
+        np.fromfile(self.path("a.npy"), "<u2")[::-1].tofile(self.path("back.npy"))
+        self.config["evaluation"] = {"tasks": paths, "sets": [f"{n}={self.path(n)}.npy" for n in ("back", "held_out")]}
         self.assert_exit(self.train(self.config), 0)
         predictions_path = self.path("predictions.jsonl")
         result = self.evaluate("--tasks", *paths, "--predictions", predictions_path)

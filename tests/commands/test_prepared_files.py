@@ -193,6 +193,27 @@ class Prepared(Files):
             self.assert_taken(self.all(checksum=True))
 
 
+    def test_a_mask_that_says_the_opposite(self):
+        """Of conversations, without what describes them; and of documents that ids tell."""
+        os.remove(f"{self.folder_of_data}/data.json")
+        files = self.config([self.of(0)], VOCAB, **CHAT)
+        self.assert_told_everywhere(files, "train-00000.npy.mask", untold=True)
+        marks = np.fromfile(self.of(0, ".mask"), "u1")
+        (marks ^ 1).tofile(self.of(0, ".mask"))
+        self.assert_told_everywhere(files, "train-00000.npy.mask")
+
+        ids = random_ids(64 * LENGTH, VOCAB - 2).reshape(-1, 32)
+        ids[:, -1] = VOCAB - 1
+        x = self.write("x/x.npy", ids)
+        by_ids = self.config([x], VOCAB, loss_mask=True, documents="separate", document_end=VOCAB - 1, sequence_length=LENGTH)
+        for first, last, is_told in ((0, 12, True), (0, 24, True), (12, 32, False), (24, 31, False), (0, 31, False)):
+            mask = np.zeros(ids.shape, "u1")
+            mask[:, first:last] = 1
+            self.write("x/x.npy.mask", mask)
+            with self.subTest(first=first, last=last):
+                self.assert_told_everywhere(by_ids, "x.npy.mask", untold=not is_told)
+
+
 class Tokenizers(Files):
     def setUp(self):
         super().setUp()
@@ -229,6 +250,19 @@ class Tokenizers(Files):
         shutil.rmtree(self.path("b/tokenizer"))
         self.assert_not_trained(trained("b", "imported"), self.path("b/tokenizer"), self.path("imported"))
         self.assert_not_trained(trained("d", "without"), "model.vocab_size")  # which is read later
+
+    def test_ids_of_text_that_end_documents(self):
+        ids = np.fromfile(self.path("a/train-00000.npy"), "<u2")
+        self.write("plain/x.npy", np.tile(ids, 5))
+        with open(self.one, encoding="utf-8") as file:
+            tokenizer = json.load(file)
+        vocab, end = tokenizer["model"]["vocab"], int(ids[-1])
+        for key in ("document_start", "document_end"):
+            for number in (vocab["\u010a"], int(ids[0])):  # of a line end, byte by byte, and of the first word
+                plain = self.config([self.path("plain/x.npy")], 1024, tokenizer=os.path.dirname(self.one), documents="separate", **{key: number})
+                self.assert_told_everywhere(plain, f"data.{key}", str(number))
+            plain["data"][key] = end
+            self.assert_told_everywhere(plain, f"data.{key} =", untold=True)
 
     def test_data_without_the_copy_of_their_tokenizer(self):
         for folder in "ab":
@@ -308,13 +342,17 @@ class Taken(Files):
     def test_a_part_of_training_data_that_is_held_out(self):
         ids = random_ids(400 * 32, VOCAB)
         train = self.write("train.bin", ids)
-        for part in (ids, ids[-100 * 32:], ids[:100 * 32]):
+        for part in (ids[-100 * 32:], ids[:100 * 32], ids[777:9000], ids[5000:5200]):
             held_out = self.write("val.bin", part)
-            self.forget_run()
-            assert_told(self, self.train(self.config([train], VOCAB, eval=[held_out])), train, held_out)
+            self.assert_told_everywhere(self.config([train], VOCAB, eval=[held_out]), train, held_out)
+        self.write("sets/x.bin", np.concatenate((np.zeros(600, "<u2"), ids[1001:3001], np.zeros(600, "<u2"))))
+        self.assert_told_everywhere(self.config([train], VOCAB) | {"evaluation": {"sets": [f"x={self.path('sets/*.bin')}"]}}, train, "x.bin")
+        copy = self.write("val.bin", ids)
+        self.assert_refused_everywhere(self.config([train], VOCAB, eval=[copy]), train, copy)
+        self.assert_refused_everywhere(self.config([self.path("t*.bin")], VOCAB, eval=[train]), train)
         padding = np.zeros(2200, "<u2")
         self.write("train.bin", np.concatenate((ids, padding)))
-        self.write("val.bin", np.concatenate((ids[7:12007], padding)))
+        self.write("val.bin", np.concatenate((random_ids(12000, VOCAB, seed=1), padding)))
         self.forget_run()
         result = self.train(self.config([train], VOCAB, eval=[held_out]))
         assert_ended_well(self, result)
@@ -333,6 +371,12 @@ class Taken(Files):
 
 
 class Starts(Files):
+    def test_rows_that_no_token_has(self):
+        self.write("few/x.npy", random_ids(64 * 256, 500))
+        for vocab, is_told in ((2000, True), (50304, True), (1900, False), (512, False)):
+            with self.subTest(vocab):
+                self.assert_told_everywhere(self.config([self.path("few/x.npy")], vocab), "model.vocab_size", str(vocab), untold=not is_told)
+
     def test_a_start_from_another_model_or_a_shorter_one(self):
         assert_ended_well(self, parka("import", FIXTURE, "--out", self.path("model")))
         with open(self.path("model/config.json"), encoding="utf-8") as file:

@@ -230,7 +230,8 @@ def write_task(path):
 
 
 def write_data(folder):
-    """Also the same files with masks, in a folder beside it. A file is evaluated on as a copy where it is trained on."""
+    """Also the same files with masks, in a folder beside it. A file is evaluated on as a copy where it is trained on, with
+    one token more: an equal one would be refused."""
     write_files(folder, with_marks=False)
     write_files(os.path.join(os.path.dirname(folder), "masked"), with_marks=True)
 
@@ -240,8 +241,9 @@ def write_files(folder, with_marks):
     for family, vocab in VOCAB.items():
         for seed, (name, count) in enumerate((("a", 17 * SEQUENCE + 5), ("b", 14 * SEQUENCE), ("held_out", 6 * SEQUENCE),
                                               ("long", 12 * LONG_SEQUENCE + 9))):
-            for path in (os.path.join(folder, place, f"{family}_{name}.npy") for place in ("", "copies")):
-                write_tokens(path, count, vocab, seed)
+            for place, more in (("", 0), ("copies", 1)):
+                path = os.path.join(folder, place, f"{family}_{name}.npy")
+                write_tokens(path, count + more, vocab, seed)
                 if with_marks:
-                    write_marks(path + ".mask", count, seed + 10)
+                    write_marks(path + ".mask", count + more, seed + 10)
     write_task(os.path.join(folder, "task.jsonl"))

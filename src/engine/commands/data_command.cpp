@@ -198,7 +198,7 @@ Listed list_files(const DataOptions& options) {
   }
   const Config config = load_config(options.inputs.front(), options.overrides);
   // Opening them refuses what is too short, lacks a mask or has no target.
-  if (!config.data.train.empty()) open_training_files(config);
+  if (!config.data.train.empty()) warn_of_training_files(open_training_files(config), config);
   check_present_tokenizer(config);
   check_start(config);
   warn_of_odd_values(config);

@@ -1,6 +1,7 @@
 #include "engine/config/data_sources.h"
 
 #include <algorithm>
+#include <cstring>
 #include <filesystem>
 #include <iterator>
 #include <map>
@@ -154,6 +155,7 @@ std::vector<std::pair<bool, uint64_t>> hashes_of_ends(const ReadOnlyFile& file) 
 // Of files of data.train.
 struct Trained {
   std::map<FileId, std::string> files;
+  std::map<std::pair<int64_t, uint64_t>, std::string> contents;  // of sizes and ends
   std::map<std::pair<bool, uint64_t>, std::string> ends;
   std::map<std::pair<bool, uint64_t>, std::string> begins;  // from the first token on, and from the second
 
@@ -182,7 +184,6 @@ struct Trained {
 Trained distinct_files(const TokenFiles& training, const Config& config) {
   Trained trained;
   std::map<FileId, const std::string*> entries;
-  std::map<std::pair<int64_t, uint64_t>, std::string> contents;
   bool is_told = false;
   const std::vector<const TokenFile*> opened = training.token_files();
   auto next = opened.begin();
@@ -200,7 +201,7 @@ Trained distinct_files(const TokenFiles& training, const Config& config) {
       }
       if (is_new) trained.check_begin(tokens);
       for (const auto& hash : hashes_of_ends(file)) trained.ends.try_emplace(hash, file.path());
-      const auto [copy, is_other] = contents.try_emplace({file.size(), xxh3_64(file.ends())}, file.path());
+      const auto [copy, is_other] = trained.contents.try_emplace({file.size(), xxh3_64(file.ends())}, file.path());
       if (is_other || is_told) continue;
       log_warning("data.train: {} is trained on twice, as {}, too", file.path(), copy->second);
       is_told = true;
@@ -209,27 +210,54 @@ Trained distinct_files(const TokenFiles& training, const Config& config) {
   return trained;
 }
 
-// Files are the same by any path.
-void check_held_out(const Trained& trained, const Config& config) {
+const std::string* find_in(const auto& map, const auto& key) {
+  const auto found = map.find(key);
+  return found == map.end() ? nullptr : &found->second;
+}
+
+// The first of `files` that has what is in the middle of `part`; null where none has, or `left`, the bytes that may
+// be read, do not tell.
+const std::string* file_with(const ReadOnlyFile& part, const std::vector<const TokenFile*>& files, int64_t& left) {
+  constexpr int64_t kBytes = 1024, kPiece = 1 << 20;
+  std::string sought(static_cast<size_t>(std::min(kBytes, part.size())), 0), piece;
+  part.read((part.size() - std::ssize(sought)) / 4 * 2, std::as_writable_bytes(std::span(sought)));
+  if (sought.find_first_not_of(sought.substr(0, 2)) == sought.npos) return nullptr;
+  for (const TokenFile* tokens : files) {
+    const ReadOnlyFile& file = *tokens->files().front();
+    if ((left -= file.size()) < 0) return nullptr;
+    for (int64_t begin = 0; begin + std::ssize(sought) <= file.size(); begin += kPiece) {
+      piece.resize(static_cast<size_t>(std::min(kPiece + std::ssize(sought), file.size() - begin)));
+      file.read(begin, std::as_writable_bytes(std::span(piece)));
+      if (memmem(piece.data(), piece.size(), sought.data(), sought.size()) != nullptr) return &file.path();
+    }
+  }
+  return nullptr;
+}
+
+// Files are the same by any path, and copies are.
+void check_held_out(const Trained& trained, const TokenFiles& training, const Config& config) {
+  const std::vector<const TokenFile*> opened = training.token_files();
+  int64_t left = 1 << 27;
   for (fs::path path : present_files(held_out_sources(config))) {
     if (path.extension() == ".idx") path.replace_extension(".bin");
+    const ReadOnlyFile file(path.string());
+    const auto hashes = hashes_of_ends(file);
     const std::optional<FileId> id = file_id(path.string());
-    const auto found = id ? trained.files.find(*id) : trained.files.end();
-    if (found == trained.files.end()) {
-      for (const auto& hash : hashes_of_ends(ReadOnlyFile(path.string()))) {
-        const auto same = trained.ends.find(hash);
-        if (same == trained.ends.end()) continue;
-        log_warning(
-            "data.eval or evaluation.sets: {} {} as {} of data.train does; it is held out only if it is no part of it",
-            path.string(), hash.first ? "ends" : "begins", same->second);
-        break;
-      }
-      continue;
+    const std::string* there = id ? find_in(trained.files, *id) : nullptr;
+    if (there == nullptr && !hashes.empty())
+      there = find_in(trained.contents, std::pair(file.size(), xxh3_64(file.ends())));
+    if (there != nullptr) {
+      throw_bad_input(
+          "{}: is in data.train and in data.eval or evaluation.sets{}, so its loss would tell nothing; take it out of "
+          "one of them",
+          path.string(), *there == path.string() ? "" : ", there as " + *there);
     }
-    throw_bad_input(
-        "{}: is in data.train and in data.eval or evaluation.sets{}, so its loss would tell nothing; take it "
-        "out of one of them",
-        path.string(), found->second == path.string() ? "" : ", there as " + found->second);
+    for (const auto& hash : hashes) there = there == nullptr ? find_in(trained.ends, hash) : there;
+    if (there == nullptr) there = file_with(file, opened, left);
+    if (there == nullptr) continue;
+    log_warning(
+        "data.eval or evaluation.sets: {} has tokens of {} of data.train; it is held out only if it is no part of it",
+        path.string(), *there);
   }
 }
 
@@ -272,7 +300,7 @@ TokenFiles open_token_files(const std::vector<std::string>& sources, const Confi
 TokenFiles open_training_files(const Config& config) {
   check_splits(config);
   TokenFiles files = open_token_files(config.data.train, config);
-  check_held_out(distinct_files(files, config), config);
+  check_held_out(distinct_files(files, config), files, config);
   if (const auto source = files.source_without_documents()) {
     throw_bad_input(
         "data.train: {} has {}, so that data.documents=separate would keep nothing apart; {}, or "
@@ -291,6 +319,40 @@ TokenFiles open_training_files(const Config& config) {
   return files;
 }
 
+void warn_of_training_files(const TokenFiles& files, const Config& config) {
+  constexpr int64_t kFewestIds = 4096;
+  constexpr double kShortDocument = 16;
+  int64_t used = 0, seen = 0;  // ids
+  for (const TokenFile* file : files.token_files()) {
+    for (const std::vector<int32_t>& ids : file->sample_ids(kAnyVocabulary)) {
+      seen += std::ssize(ids);
+      for (const int32_t id : ids) used = std::max(used, int64_t{id} + 1);
+    }
+    if (4 * used > config.model.vocab_size) break;
+  }
+  // Published models have the rows that they have.
+  if (4 * used <= config.model.vocab_size && seen >= kFewestIds && config.checkpoint.init_from.empty()) {
+    log_warning(
+        "model.vocab_size = {}: ids of data.train are below {}, by a few pages; set the size of their tokenizer, rounded "
+        "up",
+        config.model.vocab_size, used);
+  }
+  if (!files.rules().loss_mask && !files.rules().separate_documents) return;
+  const TokenFiles::Estimate few = files.estimate();
+  if (few.document_length > 0 && few.document_length < kShortDocument) {
+    log_warning(
+        "data.documents=separate: documents have about {:.0f} tokens, and a token attends to its own alone; check "
+        "data.document_start and data.document_end, or the marks of masks",
+        few.document_length);
+  }
+  if (few.begins_with_targets) {
+    log_warning(
+        "{}.mask: nearly all documents of data.train begin with targets and go on without, as where questions are learnt; "
+        "check that 1 marks what is to be learnt",
+        files.token_files().front()->path());
+  }
+}
+
 void check_present_files(Config config) {
   const auto keep_present = [](std::vector<std::string>& sources) {
     std::erase_if(sources, [](const std::string& source) { return present_files({source}).empty(); });
@@ -302,7 +364,11 @@ void check_present_files(Config config) {
       descriptions.check_content(*file, [&] { return checksum_of(*file); });
     }
   };
-  if (!config.data.train.empty()) check_all(open_training_files(config));
+  if (!config.data.train.empty()) {
+    const TokenFiles training = open_training_files(config);
+    warn_of_training_files(training, config);
+    check_all(training);
+  }
   std::vector<std::string> held_out = held_out_sources(config);
   keep_present(held_out);
   if (!held_out.empty()) check_all(open_token_files(held_out, config));

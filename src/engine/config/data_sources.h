@@ -27,9 +27,11 @@ ExampleRules example_rules(const Config& config);
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config);
 // Those of data.train; likewise also where one of its sources has no target, or has what is held out.
 TokenFiles open_training_files(const Config& config);
+// Says so where a few sequences of data.train, opened as `files`, have what is seldom meant.
+void warn_of_training_files(const TokenFiles& files, const Config& config);
 
-// Throws Error(kBadInput) for token files of `config` that a run would refuse. Those that are not there are passed
-// over: a config may be checked where its data are not.
+// Throws Error(kBadInput) for token files of `config` that a run would refuse, and warns as it would. Those that
+// are not there are passed over: a config may be checked where its data are not.
 void check_present_files(Config config);
 
 }  // namespace parka

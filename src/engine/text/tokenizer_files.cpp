@@ -145,6 +145,20 @@ std::map<std::string, KeptFile> files_of_tokenizer(const Config& config, const s
   return files;
 }
 
+// What text has would cut documents everywhere.
+void warn_of_document_ids(const Config& config) {
+  const DocumentIds ids = config.data.document_ids();
+  const std::string folder = ids.any() ? tokenizer_of_run(config) : "";
+  const std::map<int32_t, std::string> special = folder.empty() ? decltype(special)() : special_tokens(folder);
+  if (special.empty()) return;
+  const std::map<int64_t, std::string> tokens = tokens_of(folder);
+  for (const auto& [key, id] : {std::pair{"document_start", ids.start}, {"document_end", ids.end}}) {
+    if (special.contains(static_cast<int32_t>(id)) || !tokens.contains(id)) continue;
+    log_warning("data.{} = {} is {} in {}, as text may have it within a document; set the id of a special token",
+                key, id, printable(json(tokens.at(id)).dump()), folder);
+  }
+}
+
 }  // namespace
 
 std::optional<std::string> find_tokenizer(const std::string& path, const json& state) {
@@ -219,6 +233,7 @@ std::string tokenizer_of_run(const Config& config) {
 }
 
 void check_tokenizer(const Config& config) {
+  warn_of_document_ids(config);
   const std::string named = named_tokenizer(config);
   const std::string run =
       named.empty() && !file_exists(kept_tokenizer(config)) ? tokenizer_of_model(config).value_or("") : named;

@@ -49,16 +49,9 @@ void log_data(const TokenFiles& data, const Config& config) {
       fmt::format("data: {} tokens in {} sequences of {}", format_count(static_cast<double>(data.num_tokens())),
                   data.num_sequences(), config.data.sequence_length);
   if (data.rules().loss_mask || data.rules().separate_documents) {
-    constexpr double kShortDocument = 16;
-    const auto [targets, length] = data.estimate();
-    if (data.rules().loss_mask) tokens += fmt::format(", about {:.0f} % of the tokens targets", 100 * targets);
-    if (length > 0) tokens += fmt::format(", in documents of about {:.0f}", length);
-    if (length > 0 && length < kShortDocument) {
-      log_warning(
-          "data.documents=separate: documents have about {:.0f} tokens, and a token attends to its own alone; check "
-          "data.document_start and data.document_end, or the marks of masks",
-          length);
-    }
+    const TokenFiles::Estimate few = data.estimate();
+    if (data.rules().loss_mask) tokens += fmt::format(", about {:.0f} % of the tokens targets", 100 * few.targets);
+    if (few.document_length > 0) tokens += fmt::format(", in documents of about {:.0f}", few.document_length);
   }
   if (weights.empty()) {
     log_info("{}; {} steps per epoch", tokens, data.num_sequences() / batch);

@@ -16,6 +16,7 @@
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/config/config_checks.h"
 #include "engine/config/config_io.h"
+#include "engine/config/data_sources.h"
 #include "engine/evaluation/evaluation.h"
 #include "engine/evaluation/inference_run.h"
 #include "engine/huggingface/huggingface_origin.h"
@@ -208,6 +209,7 @@ class TrainingLoop {
       warn_of_tokenizers(config_, suite_);
       warn_of_gaps(run_.data().files(), suite_);
       warn_of_repeats(run_.data().token_files(), run_.data().rules().images);
+      warn_of_training_files(run_.data(), config_);
     }
     launch_.require_same("what is evaluated on", describe_suite(suite_), "give all ranks the same files");
   }
