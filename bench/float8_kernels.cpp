@@ -169,19 +169,11 @@ void bench_quantize(Bench& bench, const ModelShape& m) {
 }
 
 void bench_adamw(Bench& bench, const ModelShape& m) {
-  const int64_t N = 2 * m.f * m.d, groups = ceil_div(N, kMomentGroup);
-  const auto moment = [&](Tensors& t) {
-    const TensorView codes = t.fp8(DType::kE4M3, 1, N, Scaling::kTensor).data.reshaped({N});
-    const TensorView exponent = t.make(DType::kU8, {groups});
-    const std::vector<uint8_t> twos(static_cast<size_t>(groups), 32);
-    t.copy(exponent, twos.data());
-    return MomentView{codes, t.fp32({groups}), exponent};
-  };
+  const int64_t N = 2 * m.f * m.d;
   bench.time(
       m.name, "adamw_step.fp8",
       [&](Tensors& t) {
-        const MomentView exp_avg = moment(t);
-        MomentView exp_avg_sq = moment(t);
+        const MomentView exp_avg = t.expanded_moment(N), exp_avg_sq = t.expanded_moment(N);
         t.fill_zero(exp_avg_sq.values);  // codes of a second moment have no sign; the first step gives them values
         AdamwStep step = make_adamw_step(t, exp_avg, exp_avg_sq);
         step.weight_amax = t.fp32({1});

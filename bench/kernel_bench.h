@@ -82,6 +82,14 @@ class Tensors {
     const auto shape = scale_shape(scaling, group, rows, cols);
     return {codes, bf16_ones(shape[0], shape[1]), scaling, group};
   }
+  // An optimizer's first moment in fp8 with range expansion.
+  MomentView expanded_moment(int64_t numel) {
+    const int64_t groups = ceil_div(numel, kMomentGroup);
+    const TensorView codes = fp8(DType::kE4M3, 1, numel, Scaling::kTensor).data.reshaped({numel});
+    const TensorView exponent = make(DType::kU8, {groups});
+    copy(exponent, std::vector<uint8_t>(static_cast<size_t>(groups), 32).data());
+    return {codes, fp32({groups}), exponent};
+  }
   void copy(const TensorView& target, const void* host) {
     device_.copy_to_device(target.data, host, target.bytes());
   }
@@ -231,6 +239,8 @@ void bench_head(Bench& bench);
 // vision_kernels.cpp: the ops of vision towers, at the sizes of this one.
 inline constexpr const char* kVisionModel = "so400m";
 void bench_vision(Bench& bench);
+// muon_kernels.cpp: Muon's ops.
+void bench_muon(Bench& bench);
 // amax_kernels.cpp: the maximum of a matrix, found in a pass of its own or on the way.
 void bench_amax(Device& device, double copy_bandwidth);
 

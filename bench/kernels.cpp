@@ -4,6 +4,7 @@
 //                                       sequences of S
 //   bench_kernels head                  the products of the head and its loss, in bf16 and FP8, by rows of a chunk
 //   bench_kernels towers                attention over all keys, of the images of vision towers
+//   bench_kernels muon                  the ops of Muon, and a product to compare them with
 //   bench_kernels amax                  what the maximum of a matrix costs, in a pass of its own and on the way
 // One line of JSON per op: median, least and most time of many runs over several sets of tensors, so that no cache
 // holds what is read, and the time of a plain copy of as many bytes, which shows what a short kernel's start and
@@ -274,6 +275,7 @@ int run(int argc, char** argv) {
   for (const std::string& argument : arguments) {
     if (argument == "amax") bench_amax(*device, copy);
     if (argument == "head") bench_head(bench);
+    if (argument == "muon") bench_muon(bench);
     if (argument == "towers") bench_towers(bench);
     if (!argument.starts_with(kAttention)) continue;
     ModelShape shape = kModels[0];

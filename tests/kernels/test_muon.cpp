@@ -443,11 +443,13 @@ TEST_CASE("orthogonalize of rank 1 or of an orthogonal matrix follows the recurr
         const double norm = DoubleMatrix(s.m, s.n, values).norm(), root = std::sqrt(static_cast<double>(rank));
         const double factor = rounded_factor(norm, row, column, kind);
         const std::vector<float> got = orthogonalized(*device, s, values, kind);
+        // Other devices may cut off bits of sums: that decides a tie otherwise, and a rounding of A counts 13
+        // times.
+        const double tolerance = kRounding * (device == &cpu_device() ? 2 : 16);
         int64_t wrong = 0;
         for (size_t i = 0; i < got.size(); ++i) {
           const double want = factor * values[i];
-          wrong +=
-              !(std::abs(got[i] - want) <= 2 * kRounding * std::abs(want));  // where a sum in fp32 is near a tie
+          wrong += !(std::abs(got[i] - want) <= tolerance * std::abs(want));
         }
         const double sigma = factor * norm / root, exact = singular_value_after(1 / root, kind);
         CAPTURE(device->name(), s.m, s.n, rank, sigma, exact);

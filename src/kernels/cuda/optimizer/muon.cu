@@ -112,9 +112,9 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
     PartValues<Part> g, b;
     to_floats(elements.gradient, g);
     at.momentum.decode(elements.momentum, roots, b);
-    if (scheduler.has_next()) elements = load_block(scheduler.next());
     update_momentum<Part>(constants, scale, g, b);
     at.template store_direction<true>(Part{}, g);
+    if (scheduler.has_next()) elements = load_block(scheduler.next());
     at.momentum.template store<true>(Part{}, b, at.momentum.extremes(b));
   }
   BlockScheduler::end<Part::kThreads>(counters);

@@ -64,9 +64,8 @@ OpCost cost_of(const Orthogonalize& a) {
   const auto m = static_cast<double>(a.matrices.dim[1]), n = static_cast<double>(a.matrices.dim[2]);
   const double r = std::min(m, n), s = std::max(m, n);
   const double flop = 4 * r * r * s + 2 * r * r * r;  // of a step
-  OpCost cost = moved(2 * bytes_of(a.matrices), a.matrices);
-  cost.flop = static_cast<double>(a.matrices.dim[0]) * static_cast<double>(a.steps.size()) * flop;
-  return cost;
+  const double steps = static_cast<double>(a.matrices.dim[0]) * static_cast<double>(a.steps.size());
+  return {2 * bytes_of(a.matrices), steps * flop, shape_of(a.matrices), Products::kGemm};
 }
 
 OpCost cost_of(const MuonStep& a) {
