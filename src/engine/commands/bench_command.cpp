@@ -46,7 +46,7 @@ void print_ops(const BenchResult& result, bool roofline) {
     } else if (roofline || is_matrix_bound(op)) {
       std::printf("        -\n");
     } else {
-      std::printf(" %7.1f%%\n", 100 * rate / result.ceilings.copy_bandwidth);
+      std::printf(" %7.1f%%\n", 100 * rate / result.copy_bandwidth);
     }
   }
 }
@@ -97,7 +97,7 @@ void print_step(const BenchResult& result, bool roofline) {
                 std::string(name_of(wait.section)).c_str(), wait.cost.shape.c_str(),
                 static_cast<long long>(wait.count));
   }
-  std::printf("copy            %9.1f GB/s, read and written\n", 1e-9 * result.ceilings.copy_bandwidth);
+  std::printf("copy            %9.1f GB/s, read and written\n", 1e-9 * result.copy_bandwidth);
   std::printf("memory          %9.3f GB planned", 1e-9 * static_cast<double>(result.planned_bytes));
   if (result.used_bytes > 0) std::printf(", %.3f GB in use", 1e-9 * static_cast<double>(result.used_bytes));
   std::printf("\n");
@@ -136,7 +136,7 @@ nlohmann::ordered_json result_json(const BenchResult& result, const Config& conf
                                  {"queue_seconds", result.queue_seconds},
                                  {"timed_step_seconds", result.timed_step_seconds},
                                  {"op_seconds_by_rank", result.op_seconds},
-                                 {"copy_bandwidth", result.ceilings.copy_bandwidth},
+                                 {"copy_bandwidth", result.copy_bandwidth},
                                  {"planned_bytes", result.planned_bytes},
                                  {"context_bytes", result.context_bytes},
                                  {"used_bytes", result.used_bytes},

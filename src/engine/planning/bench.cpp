@@ -52,7 +52,7 @@ void add_floors(Device& device, const Config& config, BenchResult& result) {
     }
   }
   for (OpSummary& op : result.ops) {
-    double floor = op.cost.bytes / result.ceilings.copy_bandwidth;
+    double floor = op.cost.bytes / result.copy_bandwidth;
     if (op.cost.products == Products::kGemm) {
       // Of a product in an op that cuBLASLt does not run there is nothing to measure it against but itself.
       floor = op.op == "gemm" ? gemm_seconds[op.cost.shape] : op.seconds / static_cast<double>(op.count);
@@ -115,7 +115,7 @@ BenchResult run_benchmark(const Config& given, Device& device, Communicator& com
   result.device = device.name();
   result.ranks = communicator.size();
   result.documents = config.data.documents;
-  result.ceilings.copy_bandwidth = measure_copy_bandwidth(device);
+  result.copy_bandwidth = measure_copy_bandwidth(device);
   TrainingRun run(config, device, communicator);
   data.reset();  // the file stays open, and a signal leaves none after
   run.initialize_alike();

@@ -20,11 +20,6 @@ struct OpSummary {
   double floor_seconds = 0;  // the same if each reached what the device can do; 0: not measured
 };
 
-// What this device does at best, measured where it can be.
-struct Ceilings {
-  double copy_bandwidth = 0;  // bytes per second, read and written, of a large copy within the device
-};
-
 struct BenchResult {
   std::string device;
   int ranks = 1;
@@ -39,7 +34,7 @@ struct BenchResult {
   std::vector<OpSummary> ops;        // of that step, longest first
   std::vector<OpSummary> waits;      // of that step, where ops waited for copies and collectives
   std::vector<double> op_seconds;    // of that step, all ops together, of each rank
-  Ceilings ceilings;
+  double copy_bandwidth = 0;         // bytes per second, read and written, of a large copy within the device
   int64_t planned_bytes = 0;
   int64_t context_bytes = 0;  // expected beside the plan on a GPU
   int64_t used_bytes = 0;     // on the GPU by everything, after the last step, of the rank with most; 0 on the CPU

@@ -142,6 +142,12 @@ std::vector<std::string> MemoryAdvice::overrides() const {
   return result;
 }
 
+std::string MemoryAdvice::arguments() const {
+  std::string result;
+  for (const MemoryChange& change : changes) result += (result.empty() ? "--set " : " --set ") + change.override;
+  return result;
+}
+
 std::optional<MemoryAdvice> cheapest_changes(const GivenConfig& config, int64_t num_gpus, const MemoryBytes& limit,
                                              ChangeOrder order) {
   std::vector<MemoryChange> changes = memory_changes(config.with({}), num_gpus);
@@ -289,24 +295,10 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
   return changes;
 }
 
-std::string arguments_of(const std::vector<MemoryChange>& changes) {
-  std::string result;
-  for (const MemoryChange& change : changes) result += (result.empty() ? "--set " : " --set ") + change.override;
-  return result;
-}
-
-namespace {
-
-int64_t group_bytes(const Config& config, const Zero& zero, int64_t num_gpus) {
-  const std::array<int64_t, 3> sizes = {zero.shard.size, num_gpus / zero.shard.size,
-                                        config.distributed.context_parallel};
-  return kNcclGroupBytes * std::ranges::count_if(sizes, [&](int64_t size) { return size > 1 && size < num_gpus; });
-}
-
-}  // namespace
-
 int64_t group_bytes(const Config& config, int64_t num_gpus) {
-  return group_bytes(config, zero_of(config, 0, num_gpus), num_gpus);
+  const int64_t shards = zero_of(config, 0, num_gpus).shard.size;
+  const std::array<int64_t, 3> sizes = {shards, num_gpus / shards, config.distributed.context_parallel};
+  return kNcclGroupBytes * std::ranges::count_if(sizes, [&](int64_t size) { return size > 1 && size < num_gpus; });
 }
 
 GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
@@ -330,7 +322,7 @@ GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
                                            static_cast<double>(config.model.num_layers);
     }
   }
-  if (const int64_t bytes = group_bytes(config, zero, num_gpus); bytes > 0) {
+  if (const int64_t bytes = group_bytes(config, num_gpus); bytes > 0) {
     result.lines.push_back({"NCCL of groups of GPUs", 0, bytes});
     result.total_bytes += bytes;
   }
@@ -338,9 +330,8 @@ GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
 }
 
 MemoryBytes planned_memory(const Config& config, int64_t num_gpus) {
-  const Zero zero = zero_of(config, 0, num_gpus);
-  const DeclaredRun run(config, DeviceKind::kCuda, zero);
-  return {.gpu = run.plan.total_bytes() + group_bytes(config, zero, num_gpus),
+  const DeclaredRun run(config, DeviceKind::kCuda, zero_of(config, 0, num_gpus));
+  return {.gpu = run.plan.total_bytes() + group_bytes(config, num_gpus),
           .host = run.model.host_bytes(run.plan) + run.plan.total_host_bytes()};
 }
 

@@ -83,9 +83,6 @@ inline constexpr std::string_view kZeroStageKey = "distributed.zero_stage";
 // changes have one key, the later saves more, and replaces the earlier.
 std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus);
 
-// "--set section.key=value --set ...", for a shell.
-std::string arguments_of(const std::vector<MemoryChange>& changes);
-
 // Changes that make a run fit, and what it then is.
 struct MemoryAdvice {
   std::vector<MemoryChange> changes;  // from the cheapest to the dearest, each key once; empty: fits as it is
@@ -93,7 +90,7 @@ struct MemoryAdvice {
   MemoryBytes planned = {.gpu = 0, .host = 0};  // for each GPU, with the changes
 
   std::vector<std::string> overrides() const;
-  std::string arguments() const { return arguments_of(changes); }
+  std::string arguments() const;  // "--set section.key=value --set ...", for a shell
 };
 
 // In which order changes are made: that of memory_changes(), or in this order those with the same bits, those of

@@ -268,13 +268,11 @@ void StreamTimeline::repeat_since(const StreamTimeline& before, int64_t times) {
   for (auto& [slot, end] : loaded_) {
     if (const auto found = before.loaded_.find(slot); found != before.loaded_.end()) repeat(end, found->second);
   }
-  repeat(now_, before.now_);
-  repeat(slowed_, before.slowed_);
-  repeat(exposed_, before.exposed_);
-  repeat(communication_, before.communication_);
-  repeat(loads_end_, before.loads_end_);
-  repeat(saves_end_, before.saves_end_);
-  repeat(host_exposed_, before.host_exposed_);
+  using Self = StreamTimeline;
+  for (const auto time : {&Self::now_, &Self::slowed_, &Self::exposed_, &Self::communication_, &Self::loads_end_,
+                          &Self::saves_end_, &Self::host_exposed_}) {
+    repeat(this->*time, before.*time);
+  }
 }
 
 void StreamTimeline::wait_for_host(double until) {
