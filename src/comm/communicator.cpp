@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <cstring>
-#include <vector>
 
 #include "comm/collective_counter.h"
 #include "comm/transport.h"

@@ -2,11 +2,8 @@
 
 #include <algorithm>
 #include <atomic>
-#include <condition_variable>
 #include <exception>
-#include <mutex>
 #include <system_error>
-#include <thread>
 #include <utility>
 #include <vector>
 

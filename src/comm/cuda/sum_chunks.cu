@@ -1,7 +1,5 @@
 #include "comm/cuda/sum_chunks.h"
 
-#include <algorithm>
-
 #include "kernels/cuda/vector.cuh"
 #include "kernels/device/cuda/check.h"
 

@@ -5,7 +5,6 @@
 #include <algorithm>
 #include <bit>
 #include <cstddef>
-#include <cstdint>
 #include <random>
 #include <utility>
 

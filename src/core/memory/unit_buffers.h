@@ -1,7 +1,6 @@
 #pragma once
 #include <algorithm>
 #include <cstddef>
-#include <cstdint>
 #include <numeric>
 #include <utility>
 #include <vector>

@@ -4,7 +4,6 @@
 #include <atomic>
 #include <exception>
 #include <filesystem>
-#include <mutex>
 #include <set>
 #include <system_error>
 #include <thread>

@@ -8,7 +8,6 @@
 #include <tuple>
 #include <utility>
 
-#include "core/error.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 

@@ -5,7 +5,6 @@
 #include "core/error.h"
 #include "engine/checkpoint/checkpoint_base.h"
 #include "engine/checkpoint/checkpoint_weights.h"
-#include "engine/checkpoint/saved_state.h"
 #include "engine/files/file_io.h"
 #include "engine/files/safetensors.h"
 #include "model/side/side_network.h"

@@ -2,7 +2,6 @@
 #include <cstdio>
 #include <map>
 #include <string>
-#include <vector>
 
 #include <nlohmann/json.hpp>
 
@@ -12,7 +11,6 @@
 #include "core/log/log.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
-#include "engine/commands/version.h"
 #include "engine/config/config_io.h"
 #include "engine/files/file_io.h"
 #include "engine/planning/bench.h"

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <string_view>
-#include <vector>
 
 #include <sys/ioctl.h>
 #include <unistd.h>

@@ -2,16 +2,13 @@
 
 #include <algorithm>
 #include <optional>
-#include <string>
 #include <string_view>
-#include <vector>
 
 #include "core/heartbeat.h"
 #include "core/log/log.h"
 #include "data/batch_loader.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/commands/version.h"
-#include "engine/config/config_io.h"
 #include "engine/files/gemm_tuning_file.h"
 #include "engine/planning/memory_advice.h"
 #include "engine/products/product_scratch.h"

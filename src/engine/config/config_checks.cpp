@@ -1,6 +1,5 @@
 #include "engine/config/config_checks.h"
 
-#include <algorithm>
 #include <cmath>
 #include <string_view>
 #include <utility>

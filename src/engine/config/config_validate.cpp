@@ -1,6 +1,4 @@
 #include <algorithm>
-#include <limits>
-#include <tuple>
 #include <utility>
 
 #include "core/error.h"

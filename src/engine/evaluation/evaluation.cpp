@@ -7,7 +7,6 @@
 #include <iterator>
 #include <map>
 #include <set>
-#include <string>
 #include <utility>
 
 #include <fmt/format.h>

@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdint>
-#include <functional>
 #include <vector>
 
 #include "comm/communicator.h"

@@ -1,7 +1,6 @@
 #include "engine/files/json_text.h"
 
 #include <algorithm>
-#include <optional>
 #include <unordered_set>
 #include <utility>
 #include <vector>

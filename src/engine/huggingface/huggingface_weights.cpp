@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <filesystem>
-#include <map>
 #include <set>
 #include <utility>
 
@@ -10,7 +9,6 @@
 
 #include "core/error.h"
 #include "engine/files/json_text.h"
-#include "engine/files/safetensors.h"
 #include "engine/huggingface/value_check.h"
 
 namespace parka {

@@ -9,7 +9,6 @@
 
 #include "core/error.h"
 #include "engine/files/json_text.h"
-#include "engine/files/safetensors.h"
 
 namespace parka {
 namespace {

@@ -3,13 +3,11 @@
 #include <algorithm>
 #include <chrono>
 #include <cmath>
-#include <cstring>
 #include <filesystem>
 #include <map>
 #include <numeric>
 #include <tuple>
 #include <unordered_map>
-#include <vector>
 
 #include <unistd.h>
 

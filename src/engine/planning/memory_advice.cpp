@@ -3,7 +3,6 @@
 #include <algorithm>
 #include <array>
 #include <map>
-#include <string_view>
 #include <utility>
 
 #include <fmt/format.h>

@@ -4,7 +4,6 @@
 #include <array>
 #include <cmath>
 #include <iterator>
-#include <map>
 #include <memory>
 #include <string_view>
 #include <tuple>
@@ -20,7 +19,6 @@
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 #include "engine/step/parameter_exchange.h"
-#include "engine/step/recorded_step.h"
 #include "kernels/device/recording_device.h"
 #include "kernels/ops/attention/rope.h"
 #include "kernels/ops/swiglu/swiglu.h"

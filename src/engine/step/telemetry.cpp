@@ -6,7 +6,6 @@
 #include <limits>
 #include <numeric>
 #include <set>
-#include <string>
 #include <string_view>
 #include <utility>
 

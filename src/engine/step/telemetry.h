@@ -14,7 +14,6 @@
 #include "kernels/ops/attention/attention.h"
 #include "kernels/ops/quantize/quantization_statistics.h"
 #include "model/model.h"
-#include "model/quantized_tensors.h"
 #include "optim/optimizer.h"
 
 namespace parka {

@@ -14,7 +14,6 @@
 #include "core/log/log.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
-#include "engine/step/telemetry.h"
 
 namespace parka {
 namespace {

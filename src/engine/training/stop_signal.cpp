@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <csignal>
-#include <initializer_list>
 
 #include <unistd.h>
 

@@ -1,11 +1,8 @@
 #include "engine/training/training_run.h"
 
 #include <algorithm>
-#include <cmath>
-#include <cstring>
 #include <map>
 #include <stdexcept>
-#include <string>
 #include <tuple>
 #include <utility>
 
@@ -13,11 +10,8 @@
 
 #include "core/parallel.h"
 #include "engine/checkpoint/checkpoint_base.h"
-#include "engine/checkpoint/checkpoint_weights.h"
-#include "engine/checkpoint/saved_state.h"
 #include "engine/config/config_io.h"
 #include "engine/config/data_sources.h"
-#include "engine/evaluation/evaluation.h"
 #include "engine/files/safetensors.h"
 #include "engine/training/run_data.h"
 

@@ -2,7 +2,6 @@
 #include <chrono>
 #include <cmath>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <optional>
 #include <span>
@@ -25,7 +24,6 @@
 #include "engine/step/integrity.h"
 #include "engine/step/parameter_exchange.h"
 #include "engine/step/telemetry.h"
-#include "engine/training/run_data.h"
 #include "kernels/device/arena.h"
 #include "model/model.h"
 #include "optim/optimizer.h"

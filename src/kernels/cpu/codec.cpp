@@ -1,7 +1,6 @@
 #include "kernels/cpu/codec.h"
 
 #include <algorithm>
-#include <cmath>
 #include <cstring>
 #include <vector>
 

@@ -7,7 +7,6 @@
 
 #include "kernels/op/workspace.h"
 #include "kernels/ops/attention/attention.h"
-#include "kernels/ops/attention/rope.h"
 #include "kernels/ops/quantize/quantize.h"
 
 namespace parka {

@@ -1,6 +1,4 @@
 #pragma once
-#include <vector>
-
 #include "model/layers/norm.h"
 #include "model/layers/residual_stream.h"
 

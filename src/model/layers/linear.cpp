@@ -4,7 +4,6 @@
 #include <optional>
 
 #include "kernels/ops/elementwise/pointwise.h"
-#include "kernels/ops/gemm/gemm.h"
 #include "kernels/ops/quantize/quantize.h"
 #include "model/step_context.h"
 

@@ -9,7 +9,6 @@
 #include "model/buffer_scope.h"
 #include "model/model_config.h"
 #include "model/parameter_table.h"
-#include "model/quantized_tensors.h"
 
 namespace parka {
 

@@ -1,7 +1,5 @@
 #include "model/side/downsample.h"
 
-#include <cmath>
-
 #include "kernels/ops/elementwise/pointwise.h"
 #include "kernels/ops/elementwise/side_network.h"
 #include "kernels/ops/quantize/quantize.h"

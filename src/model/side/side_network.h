@@ -1,6 +1,4 @@
 #pragma once
-#include <optional>
-#include <string>
 #include <vector>
 
 #include "model/layers/stack.h"

@@ -1,7 +1,6 @@
 #include "kernels/ops/attention/attention.h"
 
 #include <algorithm>
-#include <cmath>
 #include <vector>
 
 #include "core/parallel.h"

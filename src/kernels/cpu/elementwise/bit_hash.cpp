@@ -2,7 +2,6 @@
 
 #include <atomic>
 #include <cstring>
-#include <span>
 
 #include "core/parallel.h"
 

@@ -1,7 +1,6 @@
 #include "kernels/ops/attention/attention.h"
 
 #include <cfloat>
-#include <string>
 
 #include "kernels/cuda/attention/attention_rows.cuh"
 #include "kernels/cuda/quantize/matrix_source.cuh"

@@ -1,8 +1,5 @@
 #include "kernels/ops/elementwise/vision.h"
 
-#include <algorithm>
-#include <initializer_list>
-
 #include "kernels/cuda/launch.cuh"
 
 namespace parka::cuda {

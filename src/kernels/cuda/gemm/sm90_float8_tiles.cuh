@@ -1,7 +1,6 @@
 #pragma once
 #include <algorithm>
 #include <cstdint>
-#include <string_view>
 
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/ptx/sm90_cluster.cuh"

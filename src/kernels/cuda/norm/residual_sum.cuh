@@ -1,6 +1,5 @@
 #pragma once
 #include <cstdint>
-#include <type_traits>
 
 #include "kernels/cuda/norm/norm_rows.cuh"
 #include "kernels/cuda/quantize/fp8.cuh"

@@ -1,15 +1,12 @@
-#include "kernels/device/device.h"
 
 #include <algorithm>
 #include <cstring>
 #include <fstream>
-#include <string>
 #include <utility>
 
 #include "core/error.h"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
-#include "kernels/device/cuda/pinned_memory.h"
 #include "kernels/device/cuda/staging_buffer.h"
 #include "kernels/device/gpu_architecture.h"
 

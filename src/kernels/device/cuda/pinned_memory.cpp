@@ -11,7 +11,6 @@
 #include <sys/syscall.h>
 #include <unistd.h>
 
-#include <cuda_runtime_api.h>
 #include <linux/mempolicy.h>
 
 #include "core/error.h"
