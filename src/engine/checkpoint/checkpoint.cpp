@@ -17,8 +17,6 @@
 namespace parka {
 namespace {
 
-using nlohmann::json;
-
 // Checkpoints that are removed while they are read, one after the other: the run that saves is faster than we are.
 constexpr int kMaxRemoved = 20;
 

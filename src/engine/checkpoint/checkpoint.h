@@ -9,9 +9,8 @@
 #include <string_view>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "comm/communicator.h"
+#include "engine/files/json.h"
 #include "engine/files/safetensors.h"
 
 // Checkpoints that survive a kill, a full disk or a power failure at any moment, and are never loaded damaged. Any
@@ -28,7 +27,7 @@ struct VerifiedFile;
 // exactly one rank. The state is rank 0's.
 struct CheckpointContents {
   int64_t step = 0;
-  nlohmann::json state;
+  json state;
   std::vector<HostTensor> tensors = {};
   bool keeps_older = false;  // no older checkpoint is removed, whatever SaveOptions::keep says
 };
@@ -126,7 +125,7 @@ class LoadedCheckpoint {
  public:
   int64_t step() const { return step_; }
   const std::string& path() const { return path_; }
-  const nlohmann::json& state() const { return state_; }
+  const json& state() const { return state_; }
 
   // All tensors with their whole shape, in the order of the files; `offset` is where a file has the first piece.
   const std::vector<SafetensorsEntry>& tensors() const;
@@ -157,7 +156,7 @@ class LoadedCheckpoint {
 
   int64_t step_ = 0;
   std::string path_;
-  nlohmann::json state_;
+  json state_;
   std::shared_ptr<const std::vector<VerifiedFile>> files_;
   std::shared_ptr<const CheckpointIndex> index_;
   std::shared_ptr<const LoadedCheckpoint> base_;  // may be null

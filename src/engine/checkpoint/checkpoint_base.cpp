@@ -17,8 +17,6 @@
 #include "engine/files/json_text.h"
 #include "model/parameter_table.h"
 
-namespace fs = std::filesystem;
-
 namespace parka {
 namespace {
 
@@ -96,8 +94,8 @@ std::optional<std::string> first_same(const std::vector<std::string>& found, con
 }
 
 // The description that describe_base() has left in a state; nothing if it is damaged.
-std::optional<Described> described_in(const nlohmann::json& state) {
-  const nlohmann::json& base = state.at(kBaseKey);
+std::optional<Described> described_in(const json& state) {
+  const json& base = state.at(kBaseKey);
   const auto is_text = [&](const char* key) { return base.contains(key) && base.at(key).is_string(); };
   if (!base.is_object() || !is_text("checkpoint") || !is_text("checksum")) return std::nullopt;
   return Described{base.at("checkpoint").get<std::string>(), base.at("checksum").get<std::string>(),
@@ -106,14 +104,14 @@ std::optional<Described> described_in(const nlohmann::json& state) {
 
 }  // namespace
 
-nlohmann::json describe_base(const LoadedCheckpoint& base, const std::string& run) {
+json describe_base(const LoadedCheckpoint& base, const std::string& run) {
   const fs::path path = plain(base.path());
   return {{"checkpoint", recordable_path(path.string())},
           {"from_run", recordable_path(path.lexically_relative(plain(run)).string())},
           {"checksum", weights_checksum(base.path())}};
 }
 
-std::string find_base(const std::string& checkpoint, const nlohmann::json& state) {
+std::string find_base(const std::string& checkpoint, const json& state) {
   const std::optional<Described> described = state.contains(kBaseKey) ? described_in(state) : std::nullopt;
   if (!described) return {};
   return first_same(candidates(checkpoint, *described, {}), *described).value_or("");

@@ -1,8 +1,6 @@
 #pragma once
 #include <string>
 
-#include <nlohmann/json.hpp>
-
 #include "engine/checkpoint/checkpoint.h"
 
 // A run that trains adapters saves these alone: its checkpoints name the one that the frozen weights are in, their
@@ -14,11 +12,11 @@ inline constexpr const char* kBaseKey = "base";
 
 // The state by which attach_base() finds `base` again, of a run in folder `run`, or of a checkpoint there that is
 // of no run.
-nlohmann::json describe_base(const LoadedCheckpoint& base, const std::string& run);
+json describe_base(const LoadedCheckpoint& base, const std::string& run);
 
 // The folder of the base of the checkpoint in folder `checkpoint` with this state; empty where there is none, or it
 // is not found.
-std::string find_base(const std::string& checkpoint, const nlohmann::json& state);
+std::string find_base(const std::string& checkpoint, const json& state);
 
 // True if the checkpoint's weights are in part in another one.
 bool has_base(const LoadedCheckpoint& checkpoint);

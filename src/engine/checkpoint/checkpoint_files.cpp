@@ -16,8 +16,6 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr size_t kWritePieceBytes = 256 << 10;
 
 // Cuts the list where the next tensor would make a file larger than `max_bytes`.

@@ -4,15 +4,11 @@
 #include <tuple>
 #include <utility>
 
-#include <nlohmann/json.hpp>
-
 #include "core/error.h"
 #include "engine/files/json_text.h"
 
 namespace parka {
 namespace {
-
-using nlohmann::json;
 
 const std::string kPiecesKey = "parka_pieces";
 
@@ -118,7 +114,7 @@ void check_pieces(const std::vector<CheckpointFile>& files, const SafetensorsEnt
 }  // namespace
 
 SafetensorsMetadata describe_pieces(const std::vector<const HostTensor*>& tensors) {
-  auto table = nlohmann::ordered_json::object();
+  auto table = ordered_json::object();
   for (const HostTensor* tensor : tensors) {
     if (!is_partial(*tensor)) continue;
     const ElementBox& box = *tensor->piece;

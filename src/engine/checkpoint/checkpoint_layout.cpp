@@ -14,9 +14,6 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-using nlohmann::json;
-
 constexpr std::string_view kFormat = "parka-checkpoint";
 constexpr int64_t kVersion = 1;         // saved by one rank
 constexpr int64_t kVersionOfRanks = 2;  // by several: "ranks" and "attempt" come with it, and other file names
@@ -119,8 +116,8 @@ std::string rank_shard_name(int rank, size_t index) {
   return fmt::format("rank_{:04}_shard_{}.safetensors", rank, index);
 }
 
-nlohmann::ordered_json encode_files(const std::vector<Manifest::File>& files) {
-  auto list = nlohmann::ordered_json::array();
+ordered_json encode_files(const std::vector<Manifest::File>& files) {
+  auto list = ordered_json::array();
   for (const Manifest::File& file : files) {
     list.push_back({{"name", file.name}, {"bytes", file.num_bytes}, {"xxh3_128", file.checksum}});
   }
@@ -139,10 +136,10 @@ std::vector<Manifest::File> parse_files(const json& files, std::string_view wher
 
 std::string encode_manifest(const Manifest& manifest) {
   const bool of_ranks = manifest.num_ranks > 1;
-  nlohmann::ordered_json root = {{"format", kFormat},
-                                 {"version", of_ranks ? kVersionOfRanks : kVersion},
-                                 {"step", manifest.step},
-                                 {"state", manifest.state}};
+  ordered_json root = {{"format", kFormat},
+                       {"version", of_ranks ? kVersionOfRanks : kVersion},
+                       {"step", manifest.step},
+                       {"state", manifest.state}};
   if (of_ranks) {
     root["ranks"] = manifest.num_ranks;
     root["attempt"] = manifest.attempt;

@@ -5,8 +5,6 @@
 #include <string_view>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "core/error.h"
 #include "engine/checkpoint/checkpoint.h"
 
@@ -59,7 +57,7 @@ struct Manifest {
   };
 
   int64_t step = 0;
-  nlohmann::json state;
+  json state;
   std::vector<File> files;
   int64_t num_tensors = 0;   // whole ones, in however many pieces
   int64_t num_ranks = 1;     // that saved it
@@ -67,9 +65,9 @@ struct Manifest {
 };
 
 // The list of files as the manifest and the notes of ranks that save together have it.
-nlohmann::ordered_json encode_files(const std::vector<Manifest::File>& files);
+ordered_json encode_files(const std::vector<Manifest::File>& files);
 // The inverse. Throws Error(kBadInput), whose message begins with `where`.
-std::vector<Manifest::File> parse_files(const nlohmann::json& files, std::string_view where);
+std::vector<Manifest::File> parse_files(const json& files, std::string_view where);
 
 // A manifest is whole and of a version that this Parka does not know: bad input, and no damage.
 class UnknownVersion : public Error {

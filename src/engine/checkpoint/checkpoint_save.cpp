@@ -18,8 +18,6 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-
 // The other ranks must not wait for a checkpoint that cannot be loaded.
 int64_t count_tensors(const std::string& folder, const std::vector<Manifest::File>& files) {
   std::vector<CheckpointFile> opened;

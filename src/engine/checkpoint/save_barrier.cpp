@@ -7,7 +7,6 @@
 #include <utility>
 
 #include <fmt/ranges.h>
-#include <nlohmann/json.hpp>
 
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
@@ -15,8 +14,6 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-using nlohmann::json;
 using std::chrono::milliseconds;
 using std::chrono::steady_clock;
 

@@ -3,8 +3,6 @@
 #include <string>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "data/data_order.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/config/config.h"
@@ -33,8 +31,8 @@ struct SavedProgress {
   int64_t applied_steps = 0;
   DataPosition position;
   uint64_t fingerprint = 0;                    // TokenFiles::fingerprint
-  nlohmann::json files;                        // describe_files(); null in a checkpoint that has none
-  nlohmann::json source_sequences;             // of a mixture; null where none is known
+  json files;                                  // describe_files(); null in a checkpoint that has none
+  json source_sequences;                       // of a mixture; null where none is known
   double last_norm = 0;                        // of gradients; 0 where optimizer.release_gradients was off
   int64_t skipped_in_a_row = 0;                // newest steps that were not finite; 0 where the state does not say
   std::vector<SpikeGuard::Step> recent_steps;  // the oldest first; none in a run that had no training.spike_window

@@ -12,17 +12,17 @@
 namespace parka {
 namespace {
 
-nlohmann::ordered_json side_config(const LoadedCheckpoint& checkpoint, const Config& config) {
+ordered_json side_config(const LoadedCheckpoint& checkpoint, const Config& config) {
   const FinetuneConfig& f = config.finetune;
   const ModelConfig side = side_stack(config.model, f.side_rules());
-  nlohmann::ordered_json described = {{"format", "parka.side_network"}, {"version", 1},
-                                      {"reduction", f.reduction},       {"downsample", name_of(f.downsample)},
-                                      {"mix", name_of(f.mix)},          {"num_layers", side.num_layers},
-                                      {"width", side.d_model},          {"ffn_width", side.d_ffn},
-                                      {"num_heads", side.num_heads},    {"num_kv_heads", side.kv_heads()},
-                                      {"head_dim", side.head_dim()},    {"base_format", name_of(f.base)}};
+  ordered_json described = {{"format", "parka.side_network"}, {"version", 1},
+                            {"reduction", f.reduction},       {"downsample", name_of(f.downsample)},
+                            {"mix", name_of(f.mix)},          {"num_layers", side.num_layers},
+                            {"width", side.d_model},          {"ffn_width", side.d_ffn},
+                            {"num_heads", side.num_heads},    {"num_kv_heads", side.kv_heads()},
+                            {"head_dim", side.head_dim()},    {"base_format", name_of(f.base)}};
   if (checkpoint.base() != nullptr) {
-    const nlohmann::json base = describe_base(*checkpoint.base(), checkpoint.path());
+    const json base = describe_base(*checkpoint.base(), checkpoint.path());
     described["base"] = {{"checkpoint", base.at("checkpoint")}, {"checksum", base.at("checksum")}};
   }
   return described;

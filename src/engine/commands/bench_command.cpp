@@ -3,8 +3,6 @@
 #include <map>
 #include <string>
 
-#include <nlohmann/json.hpp>
-
 #include "comm/launch/launch.h"
 #include "core/error.h"
 #include "core/heartbeat.h"
@@ -110,40 +108,40 @@ void print_step(const BenchResult& result, bool roofline) {
   }
 }
 
-nlohmann::ordered_json result_json(const BenchResult& result, const Config& config, bool roofline) {
-  nlohmann::ordered_json ops = nlohmann::ordered_json::array();
+ordered_json result_json(const BenchResult& result, const Config& config, bool roofline) {
+  ordered_json ops = ordered_json::array();
   for (const OpSummary& op : result.ops) {
-    nlohmann::ordered_json line = {{"section", name_of(op.section)},
-                                   {"op", op.op},
-                                   {"shape", op.cost.shape},
-                                   {"runs", op.count},
-                                   {"seconds", op.seconds},
-                                   {"bytes", op.cost.bytes},
-                                   {"flop", op.cost.flop}};
+    ordered_json line = {{"section", name_of(op.section)},
+                         {"op", op.op},
+                         {"shape", op.cost.shape},
+                         {"runs", op.count},
+                         {"seconds", op.seconds},
+                         {"bytes", op.cost.bytes},
+                         {"flop", op.cost.flop}};
     if (roofline) line["floor_seconds"] = op.floor_seconds;
     ops.push_back(std::move(line));
   }
   const double flops = result.tokens_per_second_per_rank() * result.speed.flop_per_token;
-  nlohmann::ordered_json json = {{"device", result.device},
-                                 {"ranks", result.ranks},
-                                 {"tokens_per_step", result.tokens_per_step},
-                                 {"step_seconds", result.step_seconds},
-                                 {"tokens_per_second", result.tokens_per_second()},
-                                 {"sequences_per_second", result.sequences_per_second()},
-                                 {"model_flops", flops},
-                                 {"queue_seconds", result.queue_seconds},
-                                 {"timed_step_seconds", result.timed_step_seconds},
-                                 {"op_seconds_by_rank", result.op_seconds},
-                                 {"copy_bandwidth", result.copy_bandwidth},
-                                 {"planned_bytes", result.planned_bytes},
-                                 {"context_bytes", result.context_bytes},
-                                 {"used_bytes", result.used_bytes},
-                                 {"planned_host_bytes", result.planned_host_bytes},
-                                 {"resident_host_bytes", result.resident_host_bytes}};
+  ordered_json json = {{"device", result.device},
+                       {"ranks", result.ranks},
+                       {"tokens_per_step", result.tokens_per_step},
+                       {"step_seconds", result.step_seconds},
+                       {"tokens_per_second", result.tokens_per_second()},
+                       {"sequences_per_second", result.sequences_per_second()},
+                       {"model_flops", flops},
+                       {"queue_seconds", result.queue_seconds},
+                       {"timed_step_seconds", result.timed_step_seconds},
+                       {"op_seconds_by_rank", result.op_seconds},
+                       {"copy_bandwidth", result.copy_bandwidth},
+                       {"planned_bytes", result.planned_bytes},
+                       {"context_bytes", result.context_bytes},
+                       {"used_bytes", result.used_bytes},
+                       {"planned_host_bytes", result.planned_host_bytes},
+                       {"resident_host_bytes", result.resident_host_bytes}};
   if (result.speed.peak_flops > 0) json["mfu"] = result.speed.utilization(flops, 1);
   if (roofline) json["floor_seconds"] = result.floor_seconds();
   json["ops"] = std::move(ops);
-  json["waits"] = nlohmann::ordered_json::array();
+  json["waits"] = ordered_json::array();
   for (const OpSummary& wait : result.waits) {
     json["waits"].push_back({{"section", name_of(wait.section)},
                              {"for", wait.cost.shape},

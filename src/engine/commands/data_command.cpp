@@ -9,7 +9,6 @@
 #include <vector>
 
 #include <fmt/format.h>
-#include <nlohmann/json.hpp>
 
 #include "core/ignored_target.h"
 #include "data/token_files.h"
@@ -216,10 +215,9 @@ Listed list_files(const DataOptions& options) {
   return listed;
 }
 
-nlohmann::ordered_json to_json(const DataStatistics& s) {
-  nlohmann::ordered_json line = {
-      {"file", s.path},         {"format", name_of(s.format)}, {"token_dtype", name_of(s.type)},
-      {"tokens", s.num_tokens}, {"min_id", s.min_id},          {"max_id", s.max_id}};
+ordered_json to_json(const DataStatistics& s) {
+  ordered_json line = {{"file", s.path},         {"format", name_of(s.format)}, {"token_dtype", name_of(s.type)},
+                       {"tokens", s.num_tokens}, {"min_id", s.min_id},          {"max_id", s.max_id}};
   if (s.num_documents) line["documents"] = *s.num_documents;
   if (s.num_targets) line["targets"] = *s.num_targets;
   if (s.num_images) line["images"] = *s.num_images;
@@ -290,7 +288,7 @@ int run_data(const DataOptions& options) {
       ++files;
       tokens += s.num_tokens;
       if (options.json) {
-        using Json = nlohmann::ordered_json;  // a path may be no UTF-8
+        using Json = ordered_json;  // a path may be no UTF-8
         std::printf("%s\n", to_json(s).dump(-1, ' ', false, Json::error_handler_t::replace).c_str());
         continue;
       }

@@ -150,7 +150,7 @@ DecidedGemms decide_gemms(const Config& config, const std::string& config_path, 
     return {.line = fmt::format("GEMM algorithms: cuBLASLt's first choices, for ranks have {} and {}", own, other)};
   }
   heartbeat("tuning GEMMs");
-  nlohmann::json decision;
+  json decision;
   if (launch.rank() == 0) {
     const RunGemms gemms =
         decide_run_gemms(config, *device, run_gemms_options(config, config_path, launch, *device));
@@ -160,7 +160,7 @@ DecidedGemms decide_gemms(const Config& config, const std::string& config_path, 
       device = make_cuda_device(gpu);
     }
   }
-  decision = nlohmann::json::parse(launch.hosts().gather_text(decision.dump()).front());
+  decision = json::parse(launch.hosts().gather_text(decision.dump()).front());
   const auto text = decision.at("tuning").get<std::string>(), source = decision.at("source").get<std::string>();
   if (!text.empty()) {
     GemmTuningFile file = parse_gemm_tuning(text, source);

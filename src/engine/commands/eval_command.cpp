@@ -3,8 +3,6 @@
 #include <cstdio>
 #include <filesystem>
 
-#include <nlohmann/json.hpp>
-
 #include "core/error.h"
 #include "core/log/log.h"
 #include "data/read_only_file.h"
@@ -20,8 +18,6 @@
 
 namespace parka {
 namespace {
-
-using nlohmann::ordered_json;
 
 // The checkpoint's config with what the command line asks for in place of what it evaluates on itself.
 Config eval_config(const LoadedCheckpoint& checkpoint, const EvalOptions& options) {

@@ -30,9 +30,6 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-using nlohmann::json;
-
 constexpr std::array<std::pair<std::string_view, DType>, 3> kFormats{
     {{"bf16", DType::kBF16}, {"fp16", DType::kF16}, {"fp32", DType::kF32}}};
 

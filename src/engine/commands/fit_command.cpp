@@ -4,8 +4,6 @@
 #include <string>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "core/error.h"
 #include "core/memory/host_memory.h"
 #include "engine/commands/commands.h"
@@ -131,18 +129,18 @@ void print_fit(const Fit& fit, const PlanOptions& options) {
 }
 
 void print_fit_json(const Fit& fit, const PlanOptions& options) {
-  nlohmann::ordered_json changes = nlohmann::ordered_json::array();
+  ordered_json changes = ordered_json::array();
   for (const MemoryChange& change : fit.advice.changes) {
     changes.push_back({{"set", change.override}, {"results", name_of(change.results)}, {"cost", change.cost}});
   }
-  nlohmann::ordered_json json = {{"gpus", options.num_gpus},
-                                 {"micro_batch_size", fit.config.training.micro_batch_size},
-                                 {"changes", changes},
-                                 {"total_bytes", fit.advice.planned.gpu},
-                                 {"context_bytes", context_bytes(options.num_gpus)},
-                                 {"host_bytes", fit.advice.planned.host},
-                                 {"staging_bytes", fit.saves_beside_training ? fit.plan.staging_bytes : 0},
-                                 {"command", fit.command}};
+  ordered_json json = {{"gpus", options.num_gpus},
+                       {"micro_batch_size", fit.config.training.micro_batch_size},
+                       {"changes", changes},
+                       {"total_bytes", fit.advice.planned.gpu},
+                       {"context_bytes", context_bytes(options.num_gpus)},
+                       {"host_bytes", fit.advice.planned.host},
+                       {"staging_bytes", fit.saves_beside_training ? fit.plan.staging_bytes : 0},
+                       {"command", fit.command}};
   std::printf("%s\n", json.dump(2).c_str());
 }
 

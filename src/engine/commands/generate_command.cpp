@@ -9,8 +9,6 @@
 
 #include <unistd.h>
 
-#include <nlohmann/json.hpp>
-
 #include "core/error.h"
 #include "core/log/log.h"
 #include "engine/checkpoint/checkpoint.h"
@@ -116,12 +114,12 @@ std::string text_of(TextCodec& codec, const std::vector<int32_t>& prompt, const 
 }
 
 void print_json(const std::vector<int32_t>& prompt, const Continuation& continuation, TextCodec* codec) {
-  nlohmann::ordered_json line = {{"prompt_tokens", prompt}};
+  ordered_json line = {{"prompt_tokens", prompt}};
   if (codec != nullptr) line["text"] = text_of(*codec, prompt, continuation.tokens);
   line["tokens"] = continuation.tokens;
   line["stopped"] = continuation.stopped;
   // A model of bytes may write what is no UTF-8.
-  std::printf("%s\n", line.dump(-1, ' ', false, nlohmann::json::error_handler_t::replace).c_str());
+  std::printf("%s\n", line.dump(-1, ' ', false, json::error_handler_t::replace).c_str());
 }
 
 // Prints the ids of a continuation while they are drawn.
@@ -169,8 +167,6 @@ Continuation print_streaming(Device& device, Model& model, const CacheShape& sha
   std::putchar('\n');
   return result.front();
 }
-
-using nlohmann::json;
 
 // The messages of a chat, as many of the latest as the model's context holds.
 class Conversation {

@@ -29,10 +29,6 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-using nlohmann::json;
-using nlohmann::ordered_json;
-
 constexpr int64_t kPieceBytes = 8 << 20;
 constexpr int64_t kMaxShardBytes = int64_t{4} << 30;
 constexpr int64_t kLongestSequence = 4096;  // of the config that is written: a start, for the user to change

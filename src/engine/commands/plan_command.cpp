@@ -2,8 +2,6 @@
 #include <cstdio>
 #include <optional>
 
-#include <nlohmann/json.hpp>
-
 #include "core/error.h"
 #include "core/tensor.h"
 #include "engine/commands/commands.h"
@@ -106,7 +104,7 @@ void print_advice(const Advice& advice, const Config& config, int64_t num_gpus) 
   }
 }
 
-nlohmann::ordered_json advice_json(const MemoryAdvice& advice) {
+ordered_json advice_json(const MemoryAdvice& advice) {
   return {{"gpus", advice.num_gpus}, {"changes", advice.overrides()}, {"total_bytes", advice.planned.gpu}};
 }
 
@@ -211,21 +209,20 @@ void print_step(const StepPlan& plan) {
               1e3 * plan.measured->step_seconds, plan.measured->path.c_str(), 100 * plan.error());
 }
 
-nlohmann::ordered_json step_json(const StepPlan& plan) {
+ordered_json step_json(const StepPlan& plan) {
   const StepPrediction& step = plan.prediction;
-  nlohmann::ordered_json json = {
-      {"nodes", plan.links.nodes},
-      {"micro_batches", plan.num_micro_batches},
-      {"seconds", step.seconds},
-      {"compute_seconds", step.compute_seconds},
-      {"slowed_seconds", step.slowed_seconds},
-      {"exposed_seconds", step.exposed_seconds},
-      {"communication_seconds", step.communication_seconds},
-      {"hidden_fraction", step.hidden_fraction()},
-      {"communicated_bytes", step.communicated_bytes},
-      {"tokens_per_second_per_gpu", plan.tokens_per_second_per_gpu()},
-      {"tokens_per_second", plan.tokens_per_second_per_gpu() * static_cast<double>(plan.num_gpus)},
-      {"efficiency", plan.efficiency()}};
+  ordered_json json = {{"nodes", plan.links.nodes},
+                       {"micro_batches", plan.num_micro_batches},
+                       {"seconds", step.seconds},
+                       {"compute_seconds", step.compute_seconds},
+                       {"slowed_seconds", step.slowed_seconds},
+                       {"exposed_seconds", step.exposed_seconds},
+                       {"communication_seconds", step.communication_seconds},
+                       {"hidden_fraction", step.hidden_fraction()},
+                       {"communicated_bytes", step.communicated_bytes},
+                       {"tokens_per_second_per_gpu", plan.tokens_per_second_per_gpu()},
+                       {"tokens_per_second", plan.tokens_per_second_per_gpu() * static_cast<double>(plan.num_gpus)},
+                       {"efficiency", plan.efficiency()}};
   if (moves_states(step)) {
     json["host_exposed_seconds"] = step.host_exposed_seconds;
     json["host_bytes_in"] = step.host_bytes_in;
@@ -241,12 +238,12 @@ nlohmann::ordered_json step_json(const StepPlan& plan) {
 void print_plan_json(const GpuPlan& plan, const Config& config, const PlanOptions& options, const Advice& advice,
                      const std::optional<StepPlan>& step) {
   const bool fits = advice.here && advice.here->changes.empty();
-  nlohmann::ordered_json json = {{"gpus", options.num_gpus},
-                                 {"micro_batch_size", config.training.micro_batch_size},
-                                 {"total_bytes", plan.total_bytes},
-                                 {"context_bytes", context_bytes(options.num_gpus)},
-                                 {"fits", fits},
-                                 {"divides_batch", config.divides_batch(options.num_gpus)}};
+  ordered_json json = {{"gpus", options.num_gpus},
+                       {"micro_batch_size", config.training.micro_batch_size},
+                       {"total_bytes", plan.total_bytes},
+                       {"context_bytes", context_bytes(options.num_gpus)},
+                       {"fits", fits},
+                       {"divides_batch", config.divides_batch(options.num_gpus)}};
   for (const GpuPlan::Line& line : plan.lines) json["bytes"][line.category] = line.bytes;
   for (const MemoryPlan::CategoryTotal& line : plan.host_lines) {
     json["bytes_in_host_memory"][line.category] = line.bytes;

@@ -79,7 +79,7 @@ TrainingStart start_of(const TrainOptions& options, const Launch& launch, const 
   start.place = fmt::format("rank {} ({}, {}{})", launch.rank(), launch.host(), device.name(),
                             gpu < 0 ? "" : fmt::format(" {}", gpu));
   start.gemm_line = gemms.line;
-  nlohmann::ordered_json& facts = start.facts;
+  ordered_json& facts = start.facts;
   facts = {{"host", launch.host()}, {"device", device.name()}};
   for (const auto& [name, version] : device.software()) facts[name] = version;
   if (gpu >= 0) facts["gemm_tuning"] = gemms.source;

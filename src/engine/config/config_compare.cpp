@@ -92,7 +92,7 @@ std::string config_hash(const Config& config) {
   Config c = canonical(config);
   // Without clipping no step looks at the norm of the one before.
   if (c.optimizer.clip_norm == 0) c.optimizer.release_gradients = false;
-  nlohmann::json hashed;  // sorts by key, so that the order of fields in the structs does not matter
+  json hashed;  // sorts by key, so that the order of fields in the structs does not matter
   for (const ConfigField& field : make_config_table(c).fields) {
     if (has(field.effects, kHashed)) hashed[field.path] = get_field(field);
   }

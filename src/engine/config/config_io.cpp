@@ -15,9 +15,6 @@
 namespace parka {
 namespace {
 
-using nlohmann::json;
-using nlohmann::ordered_json;
-
 constexpr std::string_view kCommandLine = "command line";
 constexpr std::string_view kSchemaKey = "$schema";  // for editors
 

@@ -3,9 +3,8 @@
 #include <string_view>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "engine/config/config.h"
+#include "engine/files/json.h"
 
 namespace parka {
 
@@ -16,7 +15,7 @@ std::string config_file(const std::string& path);
 // The configuration that `root` describes: defaults, then the defaults of precision.recipe, then the keys given.
 // Throws Error(kBadInput) with one line, `source: key path: what was given, what is allowed`, for any error: an
 // unknown key, a wrong type, a value out of range, a combination that validate() refuses.
-Config parse_config(const nlohmann::json& root, std::string_view source);
+Config parse_config(const json& root, std::string_view source);
 
 // The same from a JSON file, or from the config.json of a folder. The file may hold // comments, and at its root
 // "$schema", which is for editors. With overrides of single keys: "optimizer.lr=1e-3", "data.train=[\"a\",\"b\"]".
@@ -25,14 +24,14 @@ Config parse_config(const nlohmann::json& root, std::string_view source);
 Config load_config(const std::string& path, const std::vector<std::string>& overrides);
 
 // parse_config with overrides as above.
-Config override_config(nlohmann::json root, const std::vector<std::string>& overrides, const std::string& source);
+Config override_config(json root, const std::vector<std::string>& overrides, const std::string& source);
 
 // A checkpoint's config without keys of earlier versions whose values all meant the same bits, which configs may
 // not give any more.
-nlohmann::json without_removed_keys(nlohmann::json config);
+json without_removed_keys(json config);
 
 // Every key with its value, independent of recipe and defaults. parse_config of it gives the same Config.
-nlohmann::ordered_json to_json(const Config& config);
+ordered_json to_json(const Config& config);
 
 // The same for a comparison: a line `section.key: value` for each key.
 std::string to_lines(const Config& config);
@@ -42,7 +41,7 @@ void validate(const Config& config);
 
 // A JSON Schema (draft 2020-12) of the config file, for editors: configs/parka.schema.json. Keys whose default the
 // recipe decides have none there. Only validate() has the rules across fields.
-nlohmann::ordered_json config_schema();
+ordered_json config_schema();
 
 // The reference in docs/config.md: every key with its type, range, default and meaning, and what the recipes set.
 std::string config_reference_markdown();
@@ -83,21 +82,21 @@ std::vector<std::string> speed_differences(const Config& measured, const Config&
 class GivenConfig {
  public:
   // From a file's JSON.
-  GivenConfig(nlohmann::json file, std::vector<std::string> overrides = {}, std::string source = "config");
+  GivenConfig(json file, std::vector<std::string> overrides = {}, std::string source = "config");
   static GivenConfig read(const std::string& path, const std::vector<std::string>& overrides);
 
   // The result of load_config() with more overrides. Throws Error(kBadInput) if these are not valid.
   Config with(const std::vector<std::string>& more) const;
 
  private:
-  nlohmann::json file_;
+  json file_;
   std::vector<std::string> overrides_;
   std::string source_;
 };
 
 // The keys that a config file gives, with overrides as load_config() takes them and nothing else, in the order of
 // docs/config.md: written to a file, it is the same config. Comments are lost.
-nlohmann::ordered_json given_keys(const std::string& path, const std::vector<std::string>& overrides);
+ordered_json given_keys(const std::string& path, const std::vector<std::string>& overrides);
 
 // True if one of the overrides gives this key.
 bool is_overridden(const std::vector<std::string>& overrides, const std::string& key);

@@ -8,8 +8,6 @@
 namespace parka {
 namespace {
 
-using nlohmann::ordered_json;
-
 std::vector<std::string> choice_names(const EnumField& field) {
   std::vector<std::string> names;
   for (const auto& choice : field.choices) names.emplace_back(choice.name);

@@ -13,9 +13,6 @@
 namespace parka {
 namespace {
 
-using nlohmann::json;
-using nlohmann::ordered_json;
-
 template <typename... Handlers>
 struct Overloaded : Handlers... {
   using Handlers::operator()...;

@@ -5,9 +5,8 @@
 #include <variant>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "engine/config/config.h"
+#include "engine/files/json.h"
 
 // A Config as a flat table of its fields, each with a pointer to its member. Everything that treats all fields
 // alike (reading, printing, limits, schema, documentation, comparison) is a loop over this table.
@@ -76,16 +75,16 @@ ConfigTable make_config_table(Config& config);
 
 // Sets the field to a JSON value of the right type and within its limits. Otherwise leaves it unchanged and returns
 // the reason ("expected a number, got a string \"abc\""); an empty string means success.
-std::string set_field(const ConfigField& field, const nlohmann::json& value);
+std::string set_field(const ConfigField& field, const json& value);
 
 // The field's value as JSON.
-nlohmann::ordered_json get_field(const ConfigField& field);
+ordered_json get_field(const ConfigField& field);
 
 // The integer that a JSON value is; 1e3 and 16.0 are integers, too, as in JSON Schema. nullopt for others.
-std::optional<int64_t> exact_integer(const nlohmann::json& value);
+std::optional<int64_t> exact_integer(const json& value);
 
 // A JSON value in a one-line message: `a string "abc"`, `1.5`, `an array`.
-std::string describe_json(const nlohmann::json& value);
+std::string describe_json(const json& value);
 
 // The edit distance of `a` and `b`: insertions, deletions, replacements and swaps of neighbouring letters. Only
 // the first 64 letters of each count.

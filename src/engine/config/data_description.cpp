@@ -16,8 +16,6 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-using nlohmann::json;
 using std::string_view_literals::operator""sv;
 
 // The file's content where it is that of a data.json; null where it is not there, or what another program wrote.

@@ -5,10 +5,9 @@
 #include <string>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "data/read_only_file.h"
 #include "engine/config/config.h"
+#include "engine/files/json.h"
 
 // What the data.json of scripts/prepare_data.py or prepare_images.py says of the token files beside it. One may be
 // long: it is of all files of its folder.
@@ -18,7 +17,7 @@ namespace parka {
 class DataDescriptions {
  public:
   // That of a token file; null if there is none which names the file, in `split` alone where that is given.
-  const nlohmann::json* of(const std::filesystem::path& file, std::string_view split = {});
+  const json* of(const std::filesystem::path& file, std::string_view split = {});
 
   // Throws Error(kBadInput) if a token file or mask is not the one that a data.json beside it describes: by its
   // size and its first and last 4 KiB; and by what `checksum` returns, that of all of its bytes, where it is given.
@@ -34,7 +33,7 @@ class DataDescriptions {
 
  private:
   struct Folder {
-    nlohmann::json description;                      // null if there is none
+    json description;                                // null if there is none
     std::map<std::string, std::string> splits = {};  // of which files are, by their names
   };
   const Folder& of_folder(const std::filesystem::path& file);
@@ -47,25 +46,25 @@ std::filesystem::path description_path(const std::filesystem::path& file);
 
 // Throws Error(kBadInput) if `description`, that of `file`, says that its ids are of another type, or
 // has a value of another type than that key has.
-void check_described_type(const std::filesystem::path& file, const nlohmann::json& description, TokenType type);
+void check_described_type(const std::filesystem::path& file, const json& description, TokenType type);
 
 // Throws Error(kBadInput), naming the keys to set, if `description` says of `file` that the config would read other
 // ids in it, learn what is no target, or cut sequences or documents elsewhere than they begin.
-void check_described(const std::filesystem::path& file, const nlohmann::json& description, const Config& config);
+void check_described(const std::filesystem::path& file, const json& description, const Config& config);
 
 // Warns if the tokenizer has ids that the model lacks.
-void warn_of_vocabulary(const std::filesystem::path& file, const nlohmann::json& description, int64_t vocab_size);
+void warn_of_vocabulary(const std::filesystem::path& file, const json& description, int64_t vocab_size);
 
 // Returns the text under a key; empty where there is none.
-std::string described_text(const nlohmann::json& description, const char* key);
+std::string described_text(const json& description, const char* key);
 
 // The tokenizer that made ids, as a data.json or the header of a request file says: the SHA-256 of its file, or
 // "bytes". Empty where it does not say.
-std::string described_tokenizer(const nlohmann::json& description);
+std::string described_tokenizer(const json& description);
 
 // Calls `called` with the first token file of each folder whose data.json describes it, and with that data.json.
 // Sources that are not there any more, as training data may be where a run is evaluated, say nothing.
 void for_each_description(const std::vector<std::string>& sources,
-                          const std::function<void(const std::string& file, const nlohmann::json&)>& called);
+                          const std::function<void(const std::string& file, const json&)>& called);
 
 }  // namespace parka

@@ -61,8 +61,6 @@ ExampleRules example_rules(const Config& config) {
 
 namespace {
 
-namespace fs = std::filesystem;
-
 bool is_pattern(const std::string& source) {
   return source.find_first_of("*?[") != std::string::npos && !file_exists(source);
 }
@@ -265,12 +263,12 @@ void check_held_out(const Trained& trained, const TokenFiles& training, const Co
 
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config) {
   DataDescriptions descriptions;
-  std::set<const nlohmann::json*> told;
+  std::set<const json*> told;
   for (const std::string& source : sources) {
     const std::vector<std::string> expanded = expand_source(source);
     if (is_pattern(source)) descriptions.check_complete(source, expanded);
     for (const std::string& file : expanded) {
-      const nlohmann::json* description = descriptions.of(file);
+      const json* description = descriptions.of(file);
       if (description == nullptr) continue;
       check_described(file, *description, config);
       // Tokenizers of published models have ids for which their models have no rows, and text seldom has them.

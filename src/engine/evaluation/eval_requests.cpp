@@ -4,8 +4,6 @@
 #include <charconv>
 #include <utility>
 
-#include <nlohmann/json.hpp>
-
 #include "core/error.h"
 #include "engine/config/data_description.h"
 #include "engine/files/file_io.h"
@@ -13,8 +11,6 @@
 
 namespace parka {
 namespace {
-
-using nlohmann::json;
 
 constexpr std::string_view kKind = "parka requests";
 constexpr int64_t kVersion = 1, kVersionWithImages = 2;

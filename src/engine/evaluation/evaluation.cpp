@@ -137,7 +137,7 @@ void warn_of_tokenizers(const std::vector<std::string>& sources, const std::vect
         "its ids mean other texts, and losses and scores of one model on both mean nothing; prepare both with one "
         "--tokenizer");
   };
-  for_each_description(sources, [&](const std::string& file, const nlohmann::json& description) {
+  for_each_description(sources, [&](const std::string& file, const json& description) {
     add_tokenizer(file, described_tokenizer(description));
     add("chat template", file, described_text(description, "chat_template_sha256"),
         "turns begin and end otherwise in it; prepare both with one --chat");
@@ -159,7 +159,7 @@ void check_tokenizers(const Config& config, const EvaluationSuite& suite, const 
         "with --tokenizer {}",
         path, own, own);
   };
-  for_each_description(held_out_sources(config), [&](const std::string& file, const nlohmann::json& description) {
+  for_each_description(held_out_sources(config), [&](const std::string& file, const json& description) {
     const std::string beside = (std::filesystem::path(file).parent_path() / kTokenizerFolder).string();
     if (described_tokenizer(description) == "bytes" || have_different_tokenizers(own, beside)) refuse(file);
   });

@@ -32,8 +32,6 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-
 bool is_fault_of_path(int error) {
   switch (error) {
     case ENOENT:

@@ -1,6 +1,7 @@
 #pragma once
 #include <cstddef>
 #include <cstdint>
+#include <filesystem>
 #include <functional>
 #include <memory>
 #include <span>
@@ -14,6 +15,8 @@
 // throw Error(kBadInput) if the path itself is wrong (missing, no permission, a file where a folder should be) and
 // Error(kIo) otherwise. Writing, syncing, renaming and removing always throw Error(kIo).
 namespace parka {
+
+namespace fs = std::filesystem;
 
 // Files are read and written by the system's own calls: "s3://bucket/x" would become a folder "s3:".
 inline bool is_store_address(std::string_view path) { return path.find("://") != std::string_view::npos; }

@@ -2,8 +2,6 @@
 
 #include <cstdint>
 
-#include <nlohmann/json.hpp>
-
 #include "core/error.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
@@ -15,14 +13,14 @@ bool GemmTuningFile::is_for(const Device& device) const {
 }
 
 std::string gemm_tuning_text(const std::vector<GemmChoice>& choices, const Device& device) {
-  nlohmann::ordered_json gemms = nlohmann::ordered_json::array();
+  ordered_json gemms = ordered_json::array();
   for (const GemmChoice& choice : choices) {
     gemms.push_back({{"gemm", choice.gemm},
                      {"algorithm", choice.algorithm},
                      {"microseconds", choice.microseconds},
                      {"default_microseconds", choice.default_microseconds}});
   }
-  const nlohmann::ordered_json file = {
+  const ordered_json file = {
       {"gpu", device.name()}, {"cublaslt", gemm_library_version()}, {"gemms", std::move(gemms)}};
   return file.dump(2) + "\n";
 }

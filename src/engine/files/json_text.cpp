@@ -11,9 +11,6 @@
 namespace parka {
 namespace {
 
-using nlohmann::json;
-using nlohmann::ordered_json;
-
 struct Position {
   size_t line;
   size_t column;

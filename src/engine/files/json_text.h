@@ -5,7 +5,7 @@
 #include <string>
 #include <string_view>
 
-#include <nlohmann/json.hpp>
+#include "engine/files/json.h"
 
 namespace parka {
 
@@ -14,14 +14,14 @@ enum class JsonComments : uint8_t { kAllowed, kRefused };
 // Parses JSON, with // and /* */ comments unless they are refused. Throws Error(kBadInput), which names `source`;
 // for a syntax error it also gives line, column and the text there. Other errors are a key given twice, nesting
 // deeper than 64, and text after the end.
-nlohmann::json parse_json_text(std::string_view text, std::string_view source,
-                               JsonComments comments = JsonComments::kAllowed);
+json parse_json_text(std::string_view text, std::string_view source,
+                     JsonComments comments = JsonComments::kAllowed);
 
 // The same for text that may be anything: text that is no JSON by these rules comes back as
 // json::value_t::discarded. The members in `left_out` of an outermost object are not kept.
-nlohmann::json parse_json_if_valid(std::string_view text, const std::set<std::string>& left_out = {});
+json parse_json_if_valid(std::string_view text, const std::set<std::string>& left_out = {});
 // With the members of objects in the order of the text.
-nlohmann::ordered_json parse_ordered_json_if_valid(std::string_view text);
+ordered_json parse_ordered_json_if_valid(std::string_view text);
 
 bool is_utf8(std::string_view text);  // text that is not could not be written as JSON
 
@@ -34,14 +34,14 @@ bool is_control(char c);  // an ASCII control character, which would break or ga
 std::string printable(std::string_view text);
 
 // A JSON value as an integer from 0 to 2^63 - 1; nullopt for others.
-std::optional<int64_t> parse_count(const nlohmann::json& value);
+std::optional<int64_t> parse_count(const json& value);
 
 // Typed reads of an object's members. All of its messages begin with `where` and end with `remedy`.
 class JsonReader {
  public:
-  JsonReader(const nlohmann::json& object, std::string where, std::string_view remedy = {});
+  JsonReader(const json& object, std::string where, std::string_view remedy = {});
 
-  const nlohmann::json& member(std::string_view key) const;
+  const json& member(std::string_view key) const;
   int64_t integer(std::string_view key, int64_t min = 0, int64_t max = INT64_MAX) const;
   std::string text(std::string_view key) const;  // which is not empty
   bool has(std::string_view key) const { return object_.contains(key); }
@@ -49,7 +49,7 @@ class JsonReader {
   [[noreturn]] void fail(std::string_view problem) const;
 
  private:
-  const nlohmann::json& object_;
+  const json& object_;
   std::string where_;
   std::string_view remedy_;
 };

@@ -16,8 +16,6 @@
 namespace parka {
 namespace {
 
-using nlohmann::json;
-
 constexpr int64_t kLengthBytes = 8;
 constexpr int64_t kMaxHeaderBytes = 100'000'000;  // the format's own limit
 constexpr int64_t kAlignment = 8;                 // of the tensors' bytes in the file, by padding the header
@@ -188,7 +186,7 @@ void write_safetensors(const std::vector<HostTensor>& tensors, const Safetensors
 
 std::string encode_safetensors_header(const std::vector<SafetensorsEntry>& tensors,
                                       const SafetensorsMetadata& metadata) {
-  nlohmann::ordered_json::object_t header;  // by its key a member would be looked for among all
+  ordered_json::object_t header;  // by its key a member would be looked for among all
   if (!metadata.empty()) header.push_back({std::string(kMetadataKey), metadata});
   int64_t begin = 0;
   for (const SafetensorsEntry& tensor : tensors) {
@@ -200,7 +198,7 @@ std::string encode_safetensors_header(const std::vector<SafetensorsEntry>& tenso
   }
   std::string text;
   try {
-    text = nlohmann::ordered_json(std::move(header)).dump();
+    text = ordered_json(std::move(header)).dump();
   } catch (const json::exception&) {
     throw_internal("a tensor's name is not UTF-8");
   }

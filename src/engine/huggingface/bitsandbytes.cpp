@@ -17,7 +17,6 @@
 namespace parka {
 namespace {
 
-using nlohmann::json;
 using Place = HuggingFaceWeights::Place;
 
 constexpr std::string_view kState = ".quant_state.bitsandbytes__";

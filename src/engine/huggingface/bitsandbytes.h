@@ -3,9 +3,8 @@
 #include <unordered_map>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "core/formats_4bit.h"
+#include "engine/files/json.h"
 #include "engine/huggingface/huggingface_weights.h"
 
 // Models whose linear weights bitsandbytes has quantized to 4 bits, as transformers' save_pretrained writes them:
@@ -16,7 +15,7 @@ namespace parka {
 
 // Whether a config.json says so. Throws Error(kBadInput), whose message begins with `where`, for other kinds of
 // quantization.
-bool is_bitsandbytes_config(const nlohmann::json& config, const std::string& where);
+bool is_bitsandbytes_config(const json& config, const std::string& where);
 
 // A weight in 4 bits.
 struct BitsAndBytesWeight {

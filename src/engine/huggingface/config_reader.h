@@ -5,8 +5,6 @@
 #include <string_view>
 #include <utility>
 
-#include <nlohmann/json.hpp>
-
 #include "core/error.h"
 #include "engine/config/config_table.h"
 #include "engine/files/json_text.h"
@@ -17,15 +15,15 @@ namespace parka {
 // Typed reads of an object's keys. A key that is null counts as absent, as in transformers.
 class ConfigReader {
  public:
-  ConfigReader(const nlohmann::json& object, std::string where) : object_(object), where_(std::move(where)) {}
+  ConfigReader(const json& object, std::string where) : object_(object), where_(std::move(where)) {}
 
   bool has(std::string_view key) const { return object_.contains(key); }
-  const nlohmann::json* find(std::string_view key) const {
+  const json* find(std::string_view key) const {
     const auto it = object_.find(key);
     return it == object_.end() || it->is_null() ? nullptr : &*it;
   }
   int64_t integer(std::string_view key, std::optional<int64_t> otherwise = {}) const {
-    return read(key, otherwise, [&](const nlohmann::json& value) {
+    return read(key, otherwise, [&](const json& value) {
       const std::optional<int64_t> whole = exact_integer(value);
       if (!whole || *whole < 1 || *whole > kMaxDimension) {
         fail("{}: expected an integer from 1 to {}, got {}", key, kMaxDimension, describe_json(value));
@@ -34,33 +32,33 @@ class ConfigReader {
     });
   }
   double number(std::string_view key, std::optional<double> otherwise = {}) const {
-    return read(key, otherwise, [&](const nlohmann::json& value) {
+    return read(key, otherwise, [&](const json& value) {
       if (!value.is_number()) fail("{}: expected a number, got {}", key, describe_json(value));
       return value.get<double>();
     });
   }
   bool flag(std::string_view key, std::optional<bool> otherwise = {}) const {
-    return read(key, otherwise, [&](const nlohmann::json& value) {
+    return read(key, otherwise, [&](const json& value) {
       if (!value.is_boolean()) fail("{}: expected true or false, got {}", key, describe_json(value));
       return value.get<bool>();
     });
   }
   std::string text(std::string_view key, const std::string& otherwise) const {
-    return read(key, std::optional(otherwise), [&](const nlohmann::json& value) {
+    return read(key, std::optional(otherwise), [&](const json& value) {
       if (!value.is_string()) fail("{}: expected a string, got {}", key, describe_json(value));
       return value.get<std::string>();
     });
   }
   // Fails unless the key is absent or has the only value that is supported.
-  void require(std::string_view key, const nlohmann::json& supported) const {
-    const nlohmann::json* value = find(key);
+  void require(std::string_view key, const json& supported) const {
+    const json* value = find(key);
     if (value == nullptr || *value == supported) return;
     fail("{} = {} is not supported; {} is", key, printable(value->dump()), supported.dump());
   }
   // The number of a hidden state, counted from the end where it is negative.
   int64_t hidden_state(std::string_view key, int64_t otherwise) const {
     constexpr int64_t kMost = 10000;
-    const nlohmann::json* value = find(key);
+    const json* value = find(key);
     const std::optional<int64_t> whole = value == nullptr ? otherwise : exact_integer(*value);
     if (whole && -kMost <= *whole && *whole <= kMost) return *whole;
     fail("{} = {} is not supported; one number of a hidden state is", key, printable(value->dump()));
@@ -81,13 +79,13 @@ class ConfigReader {
  private:
   template <typename T, typename Parse>
   T read(std::string_view key, const std::optional<T>& otherwise, Parse parse) const {
-    const nlohmann::json* value = find(key);
+    const json* value = find(key);
     if (value != nullptr) return parse(*value);
     if (!otherwise) fail("has no {}", key);
     return *otherwise;
   }
 
-  const nlohmann::json& object_;
+  const json& object_;
   std::string where_;
 };
 

@@ -13,9 +13,6 @@
 namespace parka {
 namespace {
 
-using nlohmann::json;
-using nlohmann::ordered_json;
-
 using Reader = ConfigReader;
 
 const HuggingFaceFamily& family_of(const Reader& config, std::span<const HuggingFaceFamily> families) {

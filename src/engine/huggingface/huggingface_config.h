@@ -3,9 +3,8 @@
 #include <optional>
 #include <string>
 
-#include <nlohmann/json.hpp>
-
 #include "core/dtype.h"
+#include "engine/files/json.h"
 #include "engine/huggingface/huggingface_families.h"
 #include "model/model_config.h"
 
@@ -22,22 +21,22 @@ struct HuggingFaceModel {
 // The model that computes what transformers computes from this config.json. Keys that transformers ignores are
 // ignored. Keys that change the computation are either supported or refused, with Error(kBadInput) whose message
 // begins with `where`.
-HuggingFaceModel parse_huggingface_config(const nlohmann::json& config, const std::string& where,
+HuggingFaceModel parse_huggingface_config(const json& config, const std::string& where,
                                           std::span<const HuggingFaceFamily> families = huggingface_families());
 
 // True if `config`, as it was read, does not say theta of layers with a window, so that versions of transformers
 // take different ones: rope_theta in version 4, and the family's own since.
-bool leaves_local_theta_open(const HuggingFaceModel& read, const nlohmann::json& config);
+bool leaves_local_theta_open(const HuggingFaceModel& read, const json& config);
 
 // Throws Error(kBadInput), whose message begins with `where`, for a model that no config of Parka's may have.
 void check_huggingface_model(const ModelConfig& model, const std::string& where);
 
 // A new config.json for a model in `dtype` that its family can express. `origin`, if given, is the config.json that
 // the model comes from: its special tokens are copied.
-std::string make_huggingface_config(const HuggingFaceModel& model, DType dtype, const nlohmann::json* origin);
+std::string make_huggingface_config(const HuggingFaceModel& model, DType dtype, const json* origin);
 
 // The format of the weights that a config.json names; nullopt if it names none.
-std::optional<std::string> huggingface_dtype(const nlohmann::json& config);
+std::optional<std::string> huggingface_dtype(const json& config);
 // The same config.json with another format.
 std::string with_huggingface_dtype(const std::string& config_text, DType dtype);
 // The name of a format in transformers, such as "bfloat16".

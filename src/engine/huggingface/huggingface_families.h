@@ -7,8 +7,7 @@
 #include <variant>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
+#include "engine/files/json.h"
 #include "model/model_config.h"
 
 // The families of models that Parka reads and writes in Hugging Face format. A family is one entry in the table of
@@ -38,7 +37,7 @@ enum class Presence : uint8_t {
 // A key of config.json that must have one of a few values, because Parka has nothing for the others.
 struct FixedKey {
   std::string_view key;
-  std::vector<nlohmann::json> accepted;  // the first is what an export writes, and what null stands for
+  std::vector<json> accepted;  // the first is what an export writes, and what null stands for
   Presence presence = Presence::kOptional;
 };
 

@@ -22,9 +22,6 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-using nlohmann::json;
-
 constexpr std::array<std::string_view, 18> kCarriedFiles = {"added_tokens.json",
                                                             "chat_template.jinja",
                                                             "chat_template.json",

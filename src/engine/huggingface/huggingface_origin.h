@@ -35,13 +35,13 @@ std::string checkpoint_at(const std::string& path);
 // Calls `visit` for the checkpoint in folder `path` with this state, then for the model or run that its config's
 // checkpoint.init_from names, or the base of its adapters, and so on, until it returns true. Returns the init_from
 // that no longer exists; empty if there is none such.
-std::string follow_sources(const std::string& path, const nlohmann::json& state,
-                           const std::function<bool(const std::string& path, const nlohmann::json& state)>& visit);
+std::string follow_sources(const std::string& path, const json& state,
+                           const std::function<bool(const std::string& path, const json& state)>& visit);
 
 // The origin of the checkpoint in folder `path` with this state: its own if it is an imported model, or the copy of
 // its run, otherwise that of the model or run that init_from leads to. nullopt if there is none; calls `report`
 // with an init_from that no longer exists.
-std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const nlohmann::json& state,
+std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const json& state,
                                              const std::function<void(const std::string& gone)>& report);
 
 // Throws Error(kBadInput) if a run of `config` that has not begun would start from weights of another model, and

@@ -14,9 +14,6 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-using nlohmann::json;
-
 constexpr int64_t kMaxIndexBytes = 64 << 20;
 
 std::string joined(const std::string& folder, const std::string& name) {

@@ -6,8 +6,6 @@
 #include <unordered_map>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "engine/files/safetensors.h"
 #include "engine/huggingface/huggingface_tensors.h"
 
@@ -23,8 +21,8 @@ inline constexpr const char* kHuggingFaceIndexName = "model.safetensors.index.js
 // The formats of tensors by their names, as an import records them: an export in other files keeps names and
 // formats.
 using TensorFormats = std::map<std::string, DType>;
-nlohmann::json encode_formats(const TensorFormats& formats);
-TensorFormats parse_formats(const nlohmann::json& record, const std::string& where);
+json encode_formats(const TensorFormats& formats);
+TensorFormats parse_formats(const json& record, const std::string& where);
 
 // Writes the files of transformers' save_pretrained into `folder`: each of at most `max_file_bytes`, or of one
 // tensor. Only name, dtype and shape of `tensors` count; `write` is to write the bytes of one. Returns the number

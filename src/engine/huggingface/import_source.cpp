@@ -21,9 +21,6 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-using nlohmann::json;
-
 constexpr int64_t kVocabularyUnit = 64;  // to which a vocabulary grows
 constexpr const char* kOriginalArchitecture = "LlavaLlamaForCausalLM";
 // The names that parts in several folders are given.

@@ -2,8 +2,6 @@
 #include <string>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "engine/huggingface/huggingface_config.h"
 #include "engine/huggingface/huggingface_weights.h"
 
@@ -19,7 +17,7 @@ struct ImportSource {
   HuggingFaceModel described;
   std::string config_path;            // for messages
   std::string config_text;            // of the config.json that goes along; empty: made of `described`
-  nlohmann::json special_tokens;      // the config.json that has them, where one is made
+  json special_tokens;                // the config.json that has them, where one is made
   HuggingFaceWeights weights;         // by the names that `llava` says
   const LlavaNames* llava = nullptr;  // of a model with a tower
   bool is_quantized = false;          // by bitsandbytes

@@ -16,9 +16,6 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-using nlohmann::json;
-
 constexpr const char *kClipType = "clip_vision_model", *kSiglipType = "siglip_vision_model";
 
 constexpr std::array<std::pair<std::string_view, Activation>, 3> kActivations{

@@ -50,8 +50,8 @@ std::vector<HostTensor> read_factors(const LoadedCheckpoint& checkpoint, const s
   return tensors;
 }
 
-nlohmann::ordered_json peft_config(const FinetuneConfig& finetune, const std::optional<std::string>& base) {
-  return {{"base_model_name_or_path", base ? nlohmann::ordered_json(*base) : nullptr},
+ordered_json peft_config(const FinetuneConfig& finetune, const std::optional<std::string>& base) {
+  return {{"base_model_name_or_path", base ? ordered_json(*base) : nullptr},
           {"bias", "none"},
           {"fan_in_fan_out", false},
           {"inference_mode", true},
@@ -99,10 +99,6 @@ void write_peft_adapter(const LoadedCheckpoint& checkpoint, const Config& config
 }
 
 namespace {
-
-namespace fs = std::filesystem;
-using nlohmann::json;
-using nlohmann::ordered_json;
 
 constexpr int64_t kMaxRank = 65536;
 
@@ -268,7 +264,7 @@ std::string import_peft_adapter(const std::string& folder, const LoadedCheckpoin
   config.optimizer.lr_patterns.clear();
   config.optimizer.lr_factors.clear();
   config.distributed = {};
-  const nlohmann::json described = describe_base(base, out);
+  const json described = describe_base(base, out);
   config.checkpoint.init_from = described.at("checkpoint").get<std::string>();
   validate(config);
   const std::vector<HostTensor> tensors = read_tensors(folder, config, base.path());

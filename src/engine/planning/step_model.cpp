@@ -10,7 +10,6 @@
 #include <variant>
 
 #include <fmt/ranges.h>
-#include <nlohmann/json.hpp>
 
 #include "core/error.h"
 #include "core/median.h"

@@ -18,8 +18,6 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-
 constexpr std::string_view kKeptName = "gemm_tuning.", kFileEnding = ".json";
 constexpr const char* kFirstChoices = "cuBLASLt's first choices";
 

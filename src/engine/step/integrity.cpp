@@ -6,15 +6,13 @@
 #include <utility>
 
 #include <fmt/ranges.h>
-#include <nlohmann/json.hpp>
 
 #include "core/bit_hash.h"
+#include "engine/files/json.h"
 #include "kernels/ops/elementwise/bit_hash.h"
 
 namespace parka {
 namespace {
-
-using nlohmann::json;
 
 // Weight, master, and two moments of codes, amax and exponents each; then weights that several ranks hold whole.
 constexpr size_t kSlotsPerParameter = 9;

@@ -14,8 +14,6 @@
 namespace parka {
 namespace {
 
-using nlohmann::ordered_json;
-
 constexpr double kNoNumber = std::numeric_limits<double>::quiet_NaN();  // null in a record
 
 // Rounds a number for a record: more digits would be noise and only make lines long. Numbers that are not finite
@@ -242,7 +240,7 @@ std::optional<AttentionWatch::Change> AttentionWatch::add(const std::vector<Atte
   return largest;
 }
 
-nlohmann::ordered_json warning_record(const AttentionWatch::Change& change, int64_t step) {
+ordered_json warning_record(const AttentionWatch::Change& change, int64_t step) {
   return {{"kind", "warning"},       {"step", step},          {"about", "attention"},
           {"raised", change.raised}, {"block", change.block}, {"imbalance", change.imbalance},
           {"limit", change.limit}};

@@ -6,10 +6,9 @@
 #include <string>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "core/memory/memory_plan.h"
 #include "engine/config/config.h"
+#include "engine/files/json.h"
 #include "kernels/device/arena.h"
 #include "kernels/ops/attention/attention.h"
 #include "kernels/ops/quantize/quantization_statistics.h"
@@ -38,8 +37,8 @@ double imbalance(const AttentionTotals& totals);
 
 // The report as records for the metrics: one of kind "attention", and at most one each of kinds "quantization" and
 // "moments".
-std::vector<nlohmann::ordered_json> telemetry_records(const TelemetryReport& report, int64_t step,
-                                                      const ParameterTable& table);
+std::vector<ordered_json> telemetry_records(const TelemetryReport& report, int64_t step,
+                                            const ParameterTable& table);
 
 // A report on its way to the host.
 class PendingTelemetry {
@@ -106,7 +105,7 @@ class AttentionWatch {
 };
 
 // For a change after a step, the record of kind "warning", and the line for the terminal.
-nlohmann::ordered_json warning_record(const AttentionWatch::Change& change, int64_t step);
+ordered_json warning_record(const AttentionWatch::Change& change, int64_t step);
 std::string warning_line(const AttentionWatch::Change& change, int64_t step);
 
 }  // namespace parka

@@ -130,9 +130,6 @@ std::string HelperProcess::receive(std::chrono::seconds patience) {
 
 namespace {
 
-namespace fs = std::filesystem;
-using nlohmann::json;
-
 // The slowest answer is the first, of a Python that has to read its packages from a busy network file system.
 constexpr auto kPatience = std::chrono::seconds(300);
 

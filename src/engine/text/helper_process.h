@@ -6,9 +6,8 @@
 
 #include <sys/types.h>
 
-#include <nlohmann/json.hpp>
-
 #include "engine/files/file_io.h"
+#include "engine/files/json.h"
 
 namespace parka {
 
@@ -47,8 +46,8 @@ class PythonHelper {
   PythonHelper(const std::string& script, const std::vector<std::string>& arguments);
 
   // The next answer, an object.
-  nlohmann::json receive();
-  nlohmann::json ask(const nlohmann::json& request);
+  json receive();
+  json ask(const json& request);
 
  private:
   std::string script_;

@@ -6,7 +6,6 @@
 #include <filesystem>
 
 #include <fmt/ranges.h>
-#include <nlohmann/json.hpp>
 
 #include "core/error.h"
 #include "core/log/log.h"
@@ -22,9 +21,6 @@
 
 namespace parka {
 namespace {
-
-namespace fs = std::filesystem;
-using nlohmann::json;
 
 // The member of that name; null where `object` is none or has it not.
 json member(const json& object, const char* name) {

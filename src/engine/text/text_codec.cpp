@@ -34,8 +34,6 @@ std::vector<std::vector<int32_t>> ByteCodec::encode_pieces(const std::vector<std
 
 namespace {
 
-using nlohmann::json;
-
 std::vector<std::string> arguments_of(const std::string& folder, TextTokenizer::Use use) {
   std::vector<std::string> arguments = {folder};
   if (use == TextTokenizer::Use::kChat) arguments.emplace_back("--chat");

@@ -3,8 +3,6 @@
 #include <string>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "engine/text/helper_process.h"
 
 namespace parka {
@@ -65,7 +63,7 @@ class TextTokenizer : public TextCodec {
   std::vector<int32_t> encode(const std::string& text) override;
   std::vector<std::vector<int32_t>> encode_pieces(const std::vector<std::string>& pieces) override;
   // The ids of a conversation, a list of {"role", "content"}, up to where the assistant speaks. Needs kChat.
-  std::vector<int32_t> encode_chat(const nlohmann::json& messages);
+  std::vector<int32_t> encode_chat(const json& messages);
 
   // Pieces of a continuation are whole characters.
   void begin(const std::vector<int32_t>& prompt) override;

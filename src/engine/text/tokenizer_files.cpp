@@ -18,9 +18,6 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-using nlohmann::json;
-
 bool has_tokenizer(const fs::path& folder) {
   std::error_code ignored;
   return fs::is_regular_file(folder / kTokenizerName, ignored);

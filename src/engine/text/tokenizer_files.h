@@ -4,9 +4,8 @@
 #include <optional>
 #include <string>
 
-#include <nlohmann/json.hpp>
-
 #include "engine/config/config.h"
+#include "engine/files/json.h"
 
 // The folder of a model's tokenizer: it has tokenizer.json, and some of the files of carried_files().
 namespace parka {
@@ -17,7 +16,7 @@ inline constexpr const char* kTokenizerName = "tokenizer.json";
 
 // The tokenizer of the checkpoint in folder `path` with this state: its own, that of the run that it lies in, or
 // that of the model or run that its config's checkpoint.init_from names, and so on. nullopt if there is none.
-std::optional<std::string> find_tokenizer(const std::string& path, const nlohmann::json& state);
+std::optional<std::string> find_tokenizer(const std::string& path, const json& state);
 
 // The folder that a path of the user's means, which may also be that of its tokenizer.json. Throws
 // Error(kBadInput), whose message begins with `where`, if there is none.
@@ -54,6 +53,6 @@ bool have_different_tokenizers(const std::string& one, const std::string& other)
 
 // bos_token_id, eos_token_id and pad_token_id of config.json, as the files of a tokenizer tell; null where they do
 // not.
-nlohmann::json special_token_ids(const std::string& folder);
+json special_token_ids(const std::string& folder);
 
 }  // namespace parka

@@ -3,7 +3,8 @@
 #include <vector>
 
 #include <fmt/format.h>
-#include <nlohmann/json.hpp>
+
+#include "engine/files/json.h"
 
 namespace parka {
 
@@ -13,7 +14,7 @@ void DeferredError::keep(const std::exception_ptr& error) {
 
 void DeferredError::throw_on_all_ranks(Communicator& communicator,
                                        const std::function<std::string(ExitCode)>& advice) const {
-  nlohmann::json own;
+  json own;
   if (error_) {
     try {
       rethrow();
@@ -21,10 +22,10 @@ void DeferredError::throw_on_all_ranks(Communicator& communicator,
       own = {{"code", static_cast<int>(e.code())}, {"message", e.what()}};
     }
   }
-  constexpr auto kReplaceBadText = nlohmann::json::error_handler_t::replace;
+  constexpr auto kReplaceBadText = json::error_handler_t::replace;
   const std::vector<std::string> all = communicator.gather_text(own.dump(-1, ' ', false, kReplaceBadText));
   for (size_t rank = 0; rank < all.size(); ++rank) {
-    const nlohmann::json error = nlohmann::json::parse(all[rank]);
+    const json error = json::parse(all[rank]);
     if (!error.is_object()) continue;
     const std::string who = all.size() == 1 ? "" : fmt::format("rank {}: ", rank);
     const auto code = static_cast<ExitCode>(error.at("code").get<int>());

@@ -19,20 +19,18 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-
 FileDescriptor open_for_adding(const std::string& path) {
   const int fd = ::open(path.c_str(), O_WRONLY | O_CREAT | O_APPEND | O_CLOEXEC, 0666);
   if (fd == -1) throw_open_error("open", path, errno);
   return FileDescriptor(fd);
 }
 
-bool is_train_record(const nlohmann::json& record) {
-  return record.is_object() && record.value("kind", nlohmann::json()) == "train" && record.contains("step") &&
+bool is_train_record(const json& record) {
+  return record.is_object() && record.value("kind", json()) == "train" && record.contains("step") &&
          record["step"].is_number_integer();
 }
 
-bool is_of_step(const nlohmann::json& record, int64_t step) {
+bool is_of_step(const json& record, int64_t step) {
   const auto at = record.find("step");
   return at != record.end() && *at == step;
 }
@@ -51,19 +49,19 @@ std::string keep_beside(const std::string& file) {
   return kept;
 }
 
-std::string line_of(const nlohmann::ordered_json& record) {
-  constexpr auto kReplaceBadText = nlohmann::ordered_json::error_handler_t::replace;
+std::string line_of(const ordered_json& record) {
+  constexpr auto kReplaceBadText = ordered_json::error_handler_t::replace;
   return record.dump(-1, ' ', false, kReplaceBadText) + '\n';
 }
 
-bool is_of_later_step(const nlohmann::json& record, int64_t step) {
+bool is_of_later_step(const json& record, int64_t step) {
   const auto it = record.find("step");
   return it != record.end() && it->is_number_integer() && *it > step;
 }
 
 }  // namespace
 
-std::string evaluated(const nlohmann::json& record) {
+std::string evaluated(const json& record) {
   const auto text = [&](const char* key) {
     const auto found = record.find(key);
     return found != record.end() && found->is_string() ? found->get<std::string>() : "";
@@ -96,13 +94,13 @@ void MetricsLog::append(const std::string& lines) {
   }
 }
 
-void MetricsLog::write(const nlohmann::ordered_json& record) {
+void MetricsLog::write(const ordered_json& record) {
   const std::lock_guard lock(mutex_);
   follow_path();
   append(line_of(record));
 }
 
-void MetricsLog::write_first(const nlohmann::ordered_json& record) {
+void MetricsLog::write_first(const ordered_json& record) {
   write(record);
   const std::lock_guard lock(mutex_);
   first_ = line_of(record);
@@ -150,7 +148,7 @@ class MetricsEnd {
  private:
   // Returns false where no line before this one needs a look.
   bool take(std::string_view line, bool is_far) {
-    const nlohmann::json record = parse_json_if_valid(line);
+    const json record = parse_json_if_valid(line);
     if (!record.is_object()) {
       ++result.unreadable;
     } else if (is_of_later_step(record, step_)) {

@@ -4,15 +4,14 @@
 #include <set>
 #include <string>
 
-#include <nlohmann/json.hpp>
-
 #include "engine/files/file_io.h"
+#include "engine/files/json.h"
 #include "engine/training/run_lock.h"
 
 namespace parka {
 
 // What the record of an evaluation is of: "data.eval", "set NAME" or "task NAME"; empty for other records.
-std::string evaluated(const nlohmann::json& record);
+std::string evaluated(const json& record);
 
 // The metrics of a run: a text file to which one JSON object per line is added (JSON Lines). A record that
 // describes a training step has an integer field "step".
@@ -26,9 +25,9 @@ class MetricsLog {
   // NaN and infinities become null. Throws Error(kIo); the file then still ends with a whole line. If the file was
   // removed, moved or replaced since it was opened, it warns, and the line goes to the file that is at the
   // path now, or to a new one, unless the folder is no longer the run's.
-  void write(const nlohmann::ordered_json& record);
+  void write(const ordered_json& record);
   // The same, and a new file in place of one that is gone begins with this record, too.
-  void write_first(const nlohmann::ordered_json& record);
+  void write_first(const ordered_json& record);
 
   // Makes what was written durable. May be called from another thread than write().
   void sync();

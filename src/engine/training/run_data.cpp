@@ -32,8 +32,8 @@ std::string places_of(const std::vector<const ReadOnlyFile*>& files) {
 
 }  // namespace
 
-nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator) {
-  nlohmann::json all = nlohmann::json::array();
+json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator) {
+  json all = json::array();
   for (const TokenFiles::FileIdentity& identity : files.identities()) {
     all.push_back({{"name", recordable_path(identity.name)},
                    {"bytes", identity.bytes},
@@ -70,7 +70,7 @@ nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicat
   return all;
 }
 
-std::vector<std::string> file_differences(const nlohmann::json& saved, const nlohmann::json& now) {
+std::vector<std::string> file_differences(const json& saved, const json& now) {
   std::vector<std::string> all;
   for (size_t i = 0; i < std::min(saved.size(), now.size()); ++i) {
     const auto &before = saved[i], &after = now[i];
@@ -88,14 +88,14 @@ std::vector<std::string> file_differences(const nlohmann::json& saved, const nlo
   }
   if (saved.size() != now.size()) {
     const bool has_more = now.size() > saved.size();
-    const nlohmann::json& first = has_more ? now[saved.size()] : saved[now.size()];
+    const json& first = has_more ? now[saved.size()] : saved[now.size()];
     all.push_back(fmt::format("{} is {}: there are {} files, were {}", first.at("name").dump(),
                               has_more ? "new" : "missing", now.size(), saved.size()));
   }
   return all;
 }
 
-void keep_checksums(const nlohmann::json& saved, nlohmann::json& now) {
+void keep_checksums(const json& saved, json& now) {
   for (size_t i = 0; i < now.size(); ++i) {
     if (saved[i].contains("checksum")) now[i]["checksum"] = saved[i]["checksum"];
   }

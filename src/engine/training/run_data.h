@@ -2,10 +2,9 @@
 #include <string>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "comm/communicator.h"
 #include "data/token_files.h"
+#include "engine/files/json.h"
 
 // The token files of a run, as recorded in its checkpoints.
 namespace parka {
@@ -17,10 +16,10 @@ nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicat
 
 // The differences between the files `now` and those of a checkpoint, `saved`, each as a line that names a file.
 // Checksums are compared if both have them.
-std::vector<std::string> file_differences(const nlohmann::json& saved, const nlohmann::json& now);
+std::vector<std::string> file_differences(const json& saved, const json& now);
 
 // Takes the checksums of `saved`, from which file_differences() tells none: a start without data.checksum loses
 // none.
-void keep_checksums(const nlohmann::json& saved, nlohmann::json& now);
+void keep_checksums(const json& saved, json& now);
 
 }  // namespace parka

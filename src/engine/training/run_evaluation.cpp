@@ -3,8 +3,6 @@
 #include <cmath>
 #include <exception>
 
-#include <nlohmann/json.hpp>
-
 #include "core/error.h"
 #include "core/heartbeat.h"
 #include "core/log/log.h"
@@ -21,7 +19,7 @@ struct EndedEarly {  // thrown on all ranks before the same batch
 
 // `record` says in metrics.jsonl what was evaluated, `key` in an error. All ranks have the same result.
 void report_loss(int64_t step, RunRecords& records, const EvaluationResult& result, const std::string& name,
-                 const std::string& key, nlohmann::ordered_json record) {
+                 const std::string& key, ordered_json record) {
   if (result.num_targets == 0) {  // because of the data, not of the weights, which are saved
     try {
       check_evaluation(key, result);

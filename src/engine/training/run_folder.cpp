@@ -9,8 +9,6 @@
 #include <utility>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "core/error.h"
 #include "core/log/log.h"
 #include "data/read_only_file.h"
@@ -21,10 +19,6 @@
 
 namespace parka {
 namespace {
-
-namespace fs = std::filesystem;
-using nlohmann::json;
-using nlohmann::ordered_json;
 
 constexpr int64_t kMaxConfigBytes = 64 << 20;
 // Of a save by several ranks; numbers of steps, saves and ranks grow.

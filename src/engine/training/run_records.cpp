@@ -18,13 +18,13 @@
 namespace parka {
 namespace {
 
-double number(const nlohmann::json& record, const char* key) {
+double number(const json& record, const char* key) {
   const auto found = record.find(key);
   return found != record.end() && found->is_number() ? found->get<double>() : 0.0;
 }
 
 // One whose loss was not finite is made again: what it has found must not be forgotten.
-bool is_finished_evaluation(const std::string& kind, const nlohmann::json& record) {
+bool is_finished_evaluation(const std::string& kind, const json& record) {
   if (kind == "task") return true;
   const auto loss = record.find("loss");
   return (kind == "eval" || kind == "eval_set") && loss != record.end() && loss->is_number();
@@ -63,7 +63,7 @@ class HistoryReader {
   }
 
  private:
-  void take_start(const nlohmann::json& record) {
+  void take_start(const json& record) {
     const double earlier = number(record, "earlier_seconds");
     count_goodput(earlier);
     if (has_start_) return;
@@ -75,7 +75,7 @@ class HistoryReader {
 
   // By a record's own goodput: those before it may have gone with a file that was rotated. Older versions have
   // none.
-  void take_step(const nlohmann::json& record, int64_t of_step) {
+  void take_step(const json& record, int64_t of_step) {
     has_earlier_step_ = has_earlier_step_ || of_step < step_;
     if (goodput_ > 0) return;
     goodput_ = std::max(0.0, number(record, "goodput"));
@@ -131,13 +131,13 @@ RunRecords::WallTime RunRecords::count_step(double step_seconds, int64_t tokens,
           all > 0 ? (history_.step_seconds + step_seconds_) / all : 0.0};
 }
 
-void RunRecords::add_time(nlohmann::ordered_json& record, Clock::time_point when) const {
+void RunRecords::add_time(ordered_json& record, Clock::time_point when) const {
   const auto ago = std::chrono::duration_cast<std::chrono::system_clock::duration>(Clock::now() - when);
   record["time"] = time_text(std::chrono::system_clock::now() - ago);
   record["wall_seconds"] = wall_seconds(when);
 }
 
-void RunRecords::write(nlohmann::ordered_json record, Clock::time_point when) {
+void RunRecords::write(ordered_json record, Clock::time_point when) {
   if (!log_ || (deferred_ && unwritten_.empty())) return;
   add_time(record, when);
   try {
@@ -163,22 +163,22 @@ double RunRecords::write_step(const StepReport& report, const TrainingRun& run, 
   const WallTime wall = count_step(report.seconds, tokens, report.finished);
   if (!log_) return wall.goodput;
   const double tokens_per_second = static_cast<double>(tokens) / report.seconds;
-  nlohmann::ordered_json line = {{"kind", "train"},
-                                 {"step", report.step},
-                                 {"tokens", report.step * tokens},
-                                 {"epoch", report.data.epoch},
-                                 {"loss", report.loss},
-                                 {"grad_norm", report.grad_norm},
-                                 {"lr", report.learning_rate},
-                                 {"applied", report.applied},
-                                 {"tokens_per_second", tokens_per_second},
-                                 {"wall_tokens_per_second", wall.tokens_per_second},
-                                 {"goodput", wall.goodput},
-                                 {"model_tflops", 1e-12 * tokens_per_second * speed.flop_per_token},
-                                 {"targets", report.num_targets},
-                                 {"seconds", report.seconds},
-                                 {"data_wait_seconds", report.data_wait_seconds},
-                                 {"save_wait_seconds", save_wait_seconds}};
+  ordered_json line = {{"kind", "train"},
+                       {"step", report.step},
+                       {"tokens", report.step * tokens},
+                       {"epoch", report.data.epoch},
+                       {"loss", report.loss},
+                       {"grad_norm", report.grad_norm},
+                       {"lr", report.learning_rate},
+                       {"applied", report.applied},
+                       {"tokens_per_second", tokens_per_second},
+                       {"wall_tokens_per_second", wall.tokens_per_second},
+                       {"goodput", wall.goodput},
+                       {"model_tflops", 1e-12 * tokens_per_second * speed.flop_per_token},
+                       {"targets", report.num_targets},
+                       {"seconds", report.seconds},
+                       {"data_wait_seconds", report.data_wait_seconds},
+                       {"save_wait_seconds", save_wait_seconds}};
   if (!run.config().data.weights.empty()) line["source_epochs"] = run.source_epochs(report.data);
   if (!report.culprit.empty()) line["culprit"] = report.culprit;
   write(line, report.finished);
@@ -231,9 +231,9 @@ void RunRecords::begin_anew() const {
   log_info("{}: is new; the records of an earlier run, which left no checkpoint, are now in {}", path_, kept);
 }
 
-void RunRecords::open(const RunLock& lock, int64_t step, const nlohmann::ordered_json& facts) {
+void RunRecords::open(const RunLock& lock, int64_t step, const ordered_json& facts) {
   log_.emplace(path_, &lock);
-  nlohmann::ordered_json record = {{"kind", "start"}, {"step", step}};
+  ordered_json record = {{"kind", "start"}, {"step", step}};
   record.update(facts);
   record["earlier_seconds"] = history_.wall_seconds;
   const Clock::time_point now = Clock::now();

@@ -6,8 +6,6 @@
 #include <string>
 #include <vector>
 
-#include <nlohmann/json.hpp>
-
 #include "engine/config/config.h"
 #include "engine/step/telemetry.h"
 #include "engine/training/deferred_error.h"
@@ -48,11 +46,11 @@ class RunRecords {
 
   // Opens the file and writes the record that begins a start: `facts` and what goodput needs of the starts before.
   // `lock`, of the run's folder, must outlive this. Throws Error(kIo).
-  void open(const RunLock& lock, int64_t step, const nlohmann::ordered_json& facts);
+  void open(const RunLock& lock, int64_t step, const ordered_json& facts);
   // Writes a record with "time" and "wall_seconds" added. An Error(kIo) is deferred: a run that cannot write its
   // records ends, but not before its state is saved. From a deferred error on, whatever it is, nothing is written,
   // but what could not be waits for write_again.
-  void write(nlohmann::ordered_json record, Clock::time_point when = Clock::now());
+  void write(ordered_json record, Clock::time_point when = Clock::now());
   // The records of a step; of its telemetry, too, which may be a reason to warn. Returns the goodput: the share of
   // the run's time so far, all starts together, that went into steps.
   double write_step(const StepReport& report, const TrainingRun& run, const ModelSpeed& speed,
@@ -73,7 +71,7 @@ class RunRecords {
     double goodput = 0;
   };
   WallTime count_step(double step_seconds, int64_t tokens, Clock::time_point finished);
-  void add_time(nlohmann::ordered_json& record, Clock::time_point when) const;
+  void add_time(ordered_json& record, Clock::time_point when) const;
   double wall_seconds(Clock::time_point when) const { return std::chrono::duration<double>(when - begun_).count(); }
 
   const std::string path_;
@@ -81,7 +79,7 @@ class RunRecords {
   DeferredError deferred_;
   RunHistory history_;  // of the starts before
   std::optional<MetricsLog> log_;
-  std::vector<nlohmann::ordered_json> unwritten_;
+  std::vector<ordered_json> unwritten_;
   Clock::time_point begun_;
   double step_seconds_ = 0;
   double last_step_ = 0;  // wall_seconds() when a step was counted last

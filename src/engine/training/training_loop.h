@@ -1,8 +1,6 @@
 #pragma once
 #include <string>
 
-#include <nlohmann/json.hpp>
-
 #include "comm/launch/launch.h"
 #include "engine/config/config.h"
 #include "engine/training/run_lock.h"
@@ -19,7 +17,7 @@ struct TrainingStart {
   bool convert_states = false;          // resume with other formats of masters and moments
   std::string place;                    // how messages name this rank
   std::string gemm_line;                // what the log says of the algorithms of matrix products; empty: nothing
-  nlohmann::ordered_json facts;         // of the record that begins a start
+  ordered_json facts;                   // of the record that begins a start
 };
 
 // Trains one rank of the run in config.checkpoint.folder, whose lock it has, from where it stands to

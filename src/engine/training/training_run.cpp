@@ -237,7 +237,7 @@ void TrainingRun::read_weights(const LoadedCheckpoint& checkpoint, Weights which
   }
 }
 
-void TrainingRun::use_base(nlohmann::json base) {
+void TrainingRun::use_base(json base) {
   if (staging_) throw std::logic_error("memory to save in was made ready before it was known what is saved");
   base_ = std::move(base);
   watched_.clear();

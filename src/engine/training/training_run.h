@@ -187,14 +187,14 @@ class TrainingRun {
   // Takes the base of a checkpoint of adapters or of a side network, and these.
   void continue_added(const LoadedCheckpoint& checkpoint, const FinetuneConfig& saved);
   // From here on frozen weights are not saved, for they are in the checkpoint that describe_base() has described.
-  void use_base(nlohmann::json base);
+  void use_base(json base);
   NamedTensor weight_tensor(size_t i) const;
   PendingComparison compare_state() const;
   void after_update(UnfinishedStep& step);
   void compare_replicas(const void* hashes, int64_t step);
 
   // snapshots: training_snapshot.cpp
-  nlohmann::json saved_state() const;
+  json saved_state() const;
   std::vector<HostTensor> saved_pieces(std::vector<TensorView>& parts) const;
   std::string name_in_step(const std::string& tensor) const;
   void check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress);
@@ -216,7 +216,7 @@ class TrainingRun {
   Zero zero_;
   TokenFiles data_;
   uint64_t data_fingerprint_;  // as read at the start: a save depends on no file of the data
-  nlohmann::json data_files_;  // see describe_files()
+  json data_files_;            // see describe_files()
   DeclaredRun declared_;
   Arena arena_;
   BoundRun bound_;
@@ -233,7 +233,7 @@ class TrainingRun {
   std::chrono::steady_clock::time_point step_began_at_;
   std::string place_;
   std::vector<WatchedTensor> watched_;
-  nlohmann::json base_;       // describe_base() of the checkpoint that frozen weights are in; null: they are saved
+  json base_;                 // describe_base() of the checkpoint that frozen weights are in; null: they are saved
   int64_t hashed_step_ = -1;  // after whose update Table::kUpdated was taken, to be compared
   std::unique_ptr<StagingBuffer> staging_;
   std::vector<size_t>

@@ -22,8 +22,6 @@
 namespace parka {
 namespace {
 
-namespace fs = std::filesystem;
-
 // Throws when `config` cannot go on from the checkpoint; returns how it goes on differently.
 ResumeDifferences check_resumable(const LoadedCheckpoint& checkpoint, const Config& config, bool converts_states) {
   const Config saved = config_of(checkpoint);
@@ -158,23 +156,23 @@ bool save_is_due(const Config& config, int64_t step) {
          (checkpoint.save_final && step == config.training.steps);
 }
 
-nlohmann::json TrainingRun::saved_state() const {
-  nlohmann::json state = {{"applied_steps", applied_steps_},
-                          {"data",
-                           {{"epoch", position_.epoch},
-                            {"consumed", position_.consumed},
-                            {"fingerprint", data_fingerprint_},
-                            {"files", data_files_}}},
-                          {"tokens", completed_steps_ * tokens_per_step()},
-                          {"config", to_json(config_)},
-                          {"config_hash", config_hash(config_)}};
+json TrainingRun::saved_state() const {
+  json state = {{"applied_steps", applied_steps_},
+                {"data",
+                 {{"epoch", position_.epoch},
+                  {"consumed", position_.consumed},
+                  {"fingerprint", data_fingerprint_},
+                  {"files", data_files_}}},
+                {"tokens", completed_steps_ * tokens_per_step()},
+                {"config", to_json(config_)},
+                {"config_hash", config_hash(config_)}};
   // Files may have moved from one to another.
   if (!config_.data.weights.empty()) state["data"]["source_sequences"] = data_.source_sequences();
   if (!base_.is_null()) state[kBaseKey] = base_;
   if (config_.optimizer.release_gradients) state["last_norm"] = last_norm_;
   if (skipped_in_a_row_ > 0) state["skipped_in_a_row"] = skipped_in_a_row_;
   if (config_.training.spike_window == 0) return state;
-  nlohmann::json& recent = state["recent_steps"] = nlohmann::json::array();
+  json& recent = state["recent_steps"] = json::array();
   for (const SpikeGuard::Step& step : spikes_.steps()) recent.push_back({step.loss, step.grad_norm});
   return state;
 }
@@ -267,11 +265,11 @@ void TrainingRun::check_data(const LoadedCheckpoint& checkpoint, const SavedProg
   const std::vector<std::string> differences =
       progress.files.is_null() ? std::vector<std::string>() : file_differences(progress.files, data_files_);
   const bool is_mixture = !config_.data.weights.empty() && !progress.source_sequences.is_null();
-  if (differences.empty() && is_mixture && progress.source_sequences != nlohmann::json(data_.source_sequences())) {
+  if (differences.empty() && is_mixture && progress.source_sequences != json(data_.source_sequences())) {
     throw_bad_input(
         "{}: the entries of data.train have {} sequences, and had {} when the checkpoint was trained: a file has moved from "
         "one to another; restore them, or train in another checkpoint.folder",
-        checkpoint.path(), nlohmann::json(data_.source_sequences()).dump(), progress.source_sequences.dump());
+        checkpoint.path(), json(data_.source_sequences()).dump(), progress.source_sequences.dump());
   }
   if (differences.empty() && progress.fingerprint == data_fingerprint_) {
     if (!progress.files.is_null()) keep_checksums(progress.files, data_files_);
