@@ -28,7 +28,7 @@ int64_t ActivationOffload::block_before(int64_t l) const {
 void ActivationOffload::add_to_buffer(int64_t l, const std::vector<TensorId>& tensors) {
   const int64_t place = place_of(l);
   if (place < 0) return;
-  std::vector<TensorId>& ids = buffers_[static_cast<size_t>(place % kBuffers)].ids;
+  std::vector<TensorId>& ids = buffers_[slot_of(place)].ids;
   ids.insert(ids.end(), tensors.begin(), tensors.end());
 }
 
@@ -41,39 +41,53 @@ int64_t ActivationOffload::host_bytes(const MemoryPlan& plan) const {
 }
 
 void ActivationOffload::bind(Device& device, const Arena& arena) {
-  for (int64_t place = 0; place < num_moved_; ++place) {
-    Buffer& buffer = buffers_[static_cast<size_t>(place % kBuffers)];
-    if (buffer.store != nullptr) continue;
-    int64_t bytes = 0;
-    for (TensorId id : buffer.ids) {
-      buffer.tensors.push_back(arena[id]);
-      bytes += buffer.tensors.back().bytes();
-    }
-    buffer.store = device.make_host_store(ceil_div(num_moved_ - place, kBuffers), bytes);
+  if (!moves_blocks() || device.op_recorder() != nullptr) return;
+  for (Buffer& buffer : buffers_) {
+    for (TensorId id : buffer.ids) buffer.tensors.push_back(arena[id]);
   }
+  int64_t bytes = 0;
+  for (int64_t place = 0; place < num_moved_; ++place) {
+    offsets_.push_back(bytes);
+    for (const TensorView& tensor : buffer(place).tensors) bytes += tensor.bytes();
+  }
+  memory_ = std::make_unique<HostMemory>(device, bytes);
+  copies_ = device.make_host_stream(kBuffers);
+}
+
+std::vector<HostStream::Copy> ActivationOffload::copies_of(int64_t place, bool to_host) const {
+  std::vector<HostStream::Copy> copies;
+  std::byte* host = memory_->memory + offsets_[static_cast<size_t>(place)];
+  for (const TensorView& tensor : buffer(place).tensors) {
+    copies.push_back({host, tensor.data, tensor.bytes()});
+    if (!to_host) copies.back() = {tensor.data, host, tensor.bytes()};
+    host += tensor.bytes();
+  }
+  return copies;
 }
 
 // The buffer's content is on its way to the host.
 void ActivationOffload::before_forward(Device& device, int64_t l) const {
-  const int64_t place = place_of(l);
-  if (place >= kBuffers) device.time_wait("copies to the host", [&] { buffer(place).store->wait(); });
+  const int64_t place = moved_place_of(l);
+  if (place >= kBuffers) device.time_wait("copies to the host", [&] { copies_->wait_saved(slot_of(place)); });
 }
 
 void ActivationOffload::after_forward(int64_t l) const {
-  const int64_t place = place_of(l);
-  if (place >= 0 && place < num_moved_) buffer(place).store->save(place / kBuffers, buffer(place).tensors);
+  const int64_t place = moved_place_of(l);
+  if (place >= 0 && place < num_moved_) copies_->save(copies_of(place, /*to_host=*/true), slot_of(place));
 }
 
 // The block's content is on its way back.
 void ActivationOffload::before_backward(Device& device, int64_t l) const {
-  const int64_t place = place_of(l);
+  const int64_t place = moved_place_of(l);
   if (place < 0 || place >= num_moved_) return;
-  device.time_wait("copies from the host", [&] { buffer(place).store->wait(); });
+  device.time_wait("copies from the host", [&] { copies_->wait_loaded(slot_of(place)); });
 }
 
 void ActivationOffload::after_backward(int64_t l) const {
-  const int64_t place = place_of(l);
-  if (place >= kBuffers) buffer(place).store->load(place / kBuffers - 1, buffer(place).tensors);
+  const int64_t place = moved_place_of(l);
+  if (place < kBuffers) return;
+  copies_->follow_device();
+  copies_->load(slot_of(place), copies_of(place - kBuffers, /*to_host=*/false));
 }
 
 }  // namespace parka

@@ -42,15 +42,21 @@ class ActivationOffload {
   struct Buffer {
     std::vector<TensorId> ids;
     std::vector<TensorView> tensors;
-    std::unique_ptr<HostStore> store;  // of its blocks in their order, but for the last
   };
   int64_t place_of(int64_t l) const { return places_[static_cast<size_t>(l)]; }
-  const Buffer& buffer(int64_t place) const { return buffers_[static_cast<size_t>(place % kBuffers)]; }
+  // The same for copies; -1 on a device that records, which is told of none.
+  int64_t moved_place_of(int64_t l) const { return copies_ != nullptr ? place_of(l) : -1; }
+  static size_t slot_of(int64_t place) { return static_cast<size_t>(place % kBuffers); }
+  std::vector<HostStream::Copy> copies_of(int64_t place, bool to_host) const;
+  const Buffer& buffer(int64_t place) const { return buffers_[slot_of(place)]; }
 
   int64_t num_moved_;
   std::vector<int64_t> blocks_;  // that share buffers, in the model's order; the last two are not moved
   std::vector<int64_t> places_;  // of every block in `blocks_`; -1: it is none of them
   std::array<Buffer, kBuffers> buffers_;
+  std::vector<int64_t> offsets_;  // of moved blocks in `memory_`
+  std::unique_ptr<HostMemory> memory_;
+  std::unique_ptr<HostStream> copies_;
 };
 
 }  // namespace parka

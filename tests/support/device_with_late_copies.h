@@ -22,8 +22,12 @@ class LateStream final : public HostStream {
       run(loads_[num_loaded_].copies);
     }
   }
-  void save(const std::vector<Copy>& copies) override { saves_.push_back(copies); }
-  void wait_saved() override { save_until(saves_.size()); }
+  void save(const std::vector<Copy>& copies, size_t slot) override { saves_.push_back({slot, copies}); }
+  void wait_saved(size_t slot) override {
+    size_t end = saves_.size();
+    while (end > num_saved_ && saves_[end - 1].slot != slot) --end;
+    save_until(end);
+  }
 
  private:
   struct Load {
@@ -31,15 +35,19 @@ class LateStream final : public HostStream {
     std::vector<Copy> copies;
     size_t num_saves;  // that were queued before it
   };
+  struct Save {
+    size_t slot;
+    std::vector<Copy> copies;
+  };
   static void run(const std::vector<Copy>& copies) {
     for (const Copy& copy : copies) std::memcpy(copy.target, copy.source, static_cast<size_t>(copy.bytes));
   }
   void save_until(size_t end) {
-    for (; num_saved_ < end; ++num_saved_) run(saves_[num_saved_]);
+    for (; num_saved_ < end; ++num_saved_) run(saves_[num_saved_].copies);
   }
 
   std::vector<Load> loads_;
-  std::vector<std::vector<Copy>> saves_;
+  std::vector<Save> saves_;
   size_t num_loaded_ = 0, num_saved_ = 0;
 };
 

@@ -29,9 +29,6 @@ class ForwardingDevice : public Device {
   }
   void copy(void* target, const void* source, int64_t bytes) override { cpu_->copy(target, source, bytes); }
   void fill_zero(void* target, int64_t bytes) override { cpu_->fill_zero(target, bytes); }
-  std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) override {
-    return cpu_->make_host_store(num_slots, slot_bytes);
-  }
   std::unique_ptr<HostStream> make_host_stream(size_t num_slots) override {
     return cpu_->make_host_stream(num_slots);
   }

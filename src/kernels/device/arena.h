@@ -10,6 +10,18 @@ namespace parka {
 // The category of a memory plan with the workspace of ops, Device::set_workspace().
 inline constexpr const char* kWorkspaceCategory = "workspace of GPU kernels";
 
+// Memory of the host that a device takes like its own (Device::allocate_host()); none for 0 bytes.
+struct HostMemory {
+  HostMemory(Device& device_, int64_t bytes)
+      : device(device_), memory(bytes > 0 ? static_cast<std::byte*>(device.allocate_host(bytes)) : nullptr) {}
+  ~HostMemory() { device.release_host(memory); }
+  HostMemory(const HostMemory&) = delete;
+  HostMemory& operator=(const HostMemory&) = delete;
+
+  Device& device;
+  std::byte* memory;
+};
+
 // The memory of a run, one allocation on the device and one beside it: all tensors of a finished MemoryPlan.
 class Arena {
  public:
@@ -54,17 +66,6 @@ class Arena {
   }
 
  private:
-  struct HostMemory {
-    HostMemory(Device& device_, int64_t bytes)
-        : device(device_), memory(bytes > 0 ? static_cast<std::byte*>(device.allocate_host(bytes)) : nullptr) {}
-    ~HostMemory() { device.release_host(memory); }
-    HostMemory(const HostMemory&) = delete;
-    HostMemory& operator=(const HostMemory&) = delete;
-
-    Device& device;
-    std::byte* memory;
-  };
-
   const MemoryPlan& plan_;
   Source source_;
   HostMemory host_;

@@ -23,39 +23,13 @@ class CpuRead final : public HostRead {
   std::vector<std::byte> bytes_;
 };
 
-class CpuStore final : public HostStore {
- public:
-  CpuStore(int64_t num_slots, int64_t slot_bytes)
-      : slot_bytes_(slot_bytes), memory_(static_cast<size_t>(num_slots * slot_bytes)) {}
-
-  void save(int64_t slot, const std::vector<TensorView>& tensors) override {
-    std::byte* at = memory_.data() + slot * slot_bytes_;
-    for (const TensorView& tensor : tensors) {
-      std::memcpy(at, tensor.data, static_cast<size_t>(tensor.bytes()));
-      at += tensor.bytes();
-    }
-  }
-  void load(int64_t slot, const std::vector<TensorView>& tensors) override {
-    const std::byte* at = memory_.data() + slot * slot_bytes_;
-    for (const TensorView& tensor : tensors) {
-      std::memcpy(tensor.data, at, static_cast<size_t>(tensor.bytes()));
-      at += tensor.bytes();
-    }
-  }
-  void wait() override {}
-
- private:
-  int64_t slot_bytes_;
-  std::vector<std::byte> memory_;
-};
-
 class CpuStream final : public HostStream {
  public:
   void follow_device() override {}
   void load(size_t, const std::vector<Copy>& copies) override { run(copies); }
   void wait_loaded(size_t) override {}
-  void save(const std::vector<Copy>& copies) override { run(copies); }
-  void wait_saved() override {}
+  void save(const std::vector<Copy>& copies, size_t) override { run(copies); }
+  void wait_saved(size_t) override {}
 
  private:
   static void run(const std::vector<Copy>& copies) {
@@ -151,9 +125,6 @@ class CpuDevice final : public Device {
   }
   void fill_zero(void* target, int64_t bytes) override {
     if (bytes > 0) std::memset(target, 0, static_cast<size_t>(bytes));
-  }
-  std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) override {
-    return std::make_unique<CpuStore>(num_slots, slot_bytes);
   }
   std::unique_ptr<HostStream> make_host_stream(size_t) override { return std::make_unique<CpuStream>(); }
   std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t bytes) override {

@@ -38,19 +38,6 @@ class Recording {
   virtual ~Recording() = default;
 };
 
-// Host memory in slots of one size, which a device copies tensors to and from while its ops go on. It must not
-// outlive its device.
-class HostStore {
- public:
-  virtual ~HostStore() = default;  // waits for the copies
-  // Queue copies of the tensors to or from a slot, where they lie one after the other: after the work that the
-  // device has queued by then, and after all earlier copies.
-  virtual void save(int64_t slot, const std::vector<TensorView>& tensors) = 0;
-  virtual void load(int64_t slot, const std::vector<TensorView>& tensors) = 0;
-  // The device's later work waits for the copies of this store.
-  virtual void wait() = 0;
-};
-
 // Copies between tensors in host memory (Device::allocate_host) and buffers on the device, through which they pass
 // in turn: in both directions at once, and beside the device's ops. It must not outlive its device.
 class HostStream {
@@ -67,10 +54,11 @@ class HostStream {
   virtual void load(size_t slot, const std::vector<Copy>& copies) = 0;
   // The device's later work waits for the last load of the buffer.
   virtual void wait_loaded(size_t slot) = 0;
-  // Queues copies out of a buffer: after the work that the device has queued by then.
-  virtual void save(const std::vector<Copy>& copies) = 0;
-  // The device's later work waits for all copies out of buffers.
-  virtual void wait_saved() = 0;
+  // Queues copies out of buffer `slot`: after the work that the device has queued by then. Who waits for all copies
+  // out of buffers at once gives none.
+  virtual void save(const std::vector<Copy>& copies, size_t slot = 0) = 0;
+  // The device's later work waits for the last save of the buffer, and all before it.
+  virtual void wait_saved(size_t slot = 0) = 0;
 };
 
 // Host memory in which a device leaves copies of tensors, after the work queued by then and beside what is queued
@@ -128,10 +116,6 @@ class Device {
   virtual std::unique_ptr<HostRead> copy_to_host_later(const void* source, int64_t bytes) = 0;
   virtual void copy(void* target, const void* source, int64_t bytes) = 0;
   virtual void fill_zero(void* target, int64_t bytes) = 0;
-
-  // Throws Error(kBadInput) naming the size when the host has too little memory for it. replay() cannot record its
-  // copies.
-  virtual std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) = 0;
 
   // For `num_slots` buffers. replay() cannot record its copies.
   virtual std::unique_ptr<HostStream> make_host_stream(size_t num_slots) = 0;

@@ -20,21 +20,16 @@ class ZeroRead final : public HostRead {
   std::vector<std::byte> bytes_;
 };
 
-class NoStore final : public HostStore {
- public:
-  void save(int64_t, const std::vector<TensorView>&) override {}
-  void load(int64_t, const std::vector<TensorView>&) override {}
-  void wait() override {}
-};
-
 class RecordingStream final : public HostStream {
  public:
   explicit RecordingStream(const std::function<void(RecordedTransfer)>& listener) : listener_(listener) {}
   void follow_device() override { tell({.kind = Kind::kFollowDevice}); }
   void load(size_t slot, const std::vector<Copy>& copies) override { tell({Kind::kLoad, slot, total(copies)}); }
   void wait_loaded(size_t slot) override { tell({.kind = Kind::kWaitLoaded, .slot = slot}); }
-  void save(const std::vector<Copy>& copies) override { tell({.kind = Kind::kSave, .bytes = total(copies)}); }
-  void wait_saved() override { tell({.kind = Kind::kWaitSaved}); }
+  void save(const std::vector<Copy>& copies, size_t) override {
+    tell({.kind = Kind::kSave, .bytes = total(copies)});
+  }
+  void wait_saved(size_t) override { tell({.kind = Kind::kWaitSaved}); }
 
  private:
   using Kind = RecordedTransfer::Kind;
@@ -103,10 +98,6 @@ std::unique_ptr<HostRead> RecordingDevice::copy_to_host_later(const void*, int64
 
 void RecordingDevice::fill_zero(void*, int64_t bytes) {
   if (listener_.fill) listener_.fill({bytes});
-}
-
-std::unique_ptr<HostStore> RecordingDevice::make_host_store(int64_t, int64_t) {
-  return std::make_unique<NoStore>();
 }
 
 std::unique_ptr<HostStream> RecordingDevice::make_host_stream(size_t) {

@@ -47,7 +47,7 @@ struct RecordedTransfer {
 
 // A device that records instead of computing. Ops check their arguments and are told to a function, with their
 // costs and workspaces. Memory is addresses without memory: a model plans in any RAM. Reading from the device gives
-// zeros; marks, stores and staging buffers do nothing.
+// zeros; marks and staging buffers do nothing.
 class RecordingDevice final : public Device, public OpRecorder, public ProductRecorder {
  public:
   // Stands for a device of this kind, which has ops of these names as one kernel. The functions are told of work in
@@ -80,7 +80,6 @@ class RecordingDevice final : public Device, public OpRecorder, public ProductRe
   std::unique_ptr<HostRead> copy_to_host_later(const void* source, int64_t bytes) override;
   void copy(void*, const void*, int64_t) override {}
   void fill_zero(void* target, int64_t bytes) override;
-  std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) override;
   std::unique_ptr<HostStream> make_host_stream(size_t num_slots) override;
   std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t bytes) override;
   void replay(std::unique_ptr<Recording>&, const std::function<void()>& work) override { work(); }

@@ -96,57 +96,6 @@ class CudaMark final : public Mark {
   Event event_{cudaEventDefault};
 };
 
-class CudaStore final : public HostStore {
- public:
-  // `stream` is the device's own, `copies` the one for the copies.
-  CudaStore(cudaStream_t stream, cudaStream_t copies, int64_t num_slots, int64_t slot_bytes)
-      : stream_(stream), copies_(copies), slot_bytes_(slot_bytes) {
-    const auto bytes = static_cast<size_t>(num_slots * slot_bytes);
-    void* memory = nullptr;
-    const cudaError_t status = cudaHostAlloc(&memory, bytes, cudaHostAllocDefault);
-    if (status == cudaErrorMemoryAllocation) {
-      cudaGetLastError();
-      throw_bad_input("not enough host memory that the GPU can access: {:.2f} GiB were requested",
-                      static_cast<double>(bytes) / 0x1p30);
-    }
-    check(status, "pinned memory");
-    memory_ = static_cast<std::byte*>(memory);
-  }
-  ~CudaStore() override {
-    cudaEventSynchronize(done_);
-    cudaFreeHost(memory_);
-  }
-
-  void save(int64_t slot, const std::vector<TensorView>& tensors) override {
-    copy(slot, tensors, cudaMemcpyDeviceToHost);
-  }
-  void load(int64_t slot, const std::vector<TensorView>& tensors) override {
-    copy(slot, tensors, cudaMemcpyHostToDevice);
-  }
-  void wait() override { check(cudaStreamWaitEvent(stream_, done_), "wait for copies"); }
-
- private:
-  void copy(int64_t slot, const std::vector<TensorView>& tensors, cudaMemcpyKind kind) {
-    check(cudaEventRecord(ready_, stream_), "copy to or from the host");
-    check(cudaStreamWaitEvent(copies_, ready_), "copy to or from the host");
-    std::byte* at = memory_ + slot * slot_bytes_;
-    for (const TensorView& tensor : tensors) {
-      void* target = at;
-      void* source = tensor.data;
-      if (kind == cudaMemcpyHostToDevice) std::swap(target, source);
-      check(cudaMemcpyAsync(target, source, static_cast<size_t>(tensor.bytes()), kind, copies_),
-            "copy to or from the host");
-      at += tensor.bytes();
-    }
-    check(cudaEventRecord(done_, copies_), "copy to or from the host");
-  }
-
-  cudaStream_t stream_, copies_;
-  int64_t slot_bytes_;
-  std::byte* memory_ = nullptr;
-  Event ready_, done_;
-};
-
 // The first run is queued as it is: libraries set themselves up in it. The second is captured.
 class GraphRecording final : public Recording {
  public:
@@ -247,7 +196,6 @@ CudaDevice::CudaDevice(int ordinal, const std::function<std::unique_ptr<KeptByOp
   check(cudaDeviceGetStreamPriorityRange(&least, &greatest), "stream priorities");
   // Above what may wait for idle multiprocessors.
   check(cudaStreamCreateWithPriority(&stream_, cudaStreamNonBlocking, std::max(greatest, least - 1)), "stream");
-  check(cudaStreamCreateWithFlags(&store_stream_, cudaStreamNonBlocking), "stream");
   staging_.resize(kStagingCount);
   for (Staging& staging : staging_) {
     void* memory = nullptr;
@@ -269,7 +217,6 @@ CudaDevice::~CudaDevice() {
     cudaEventDestroy(staging.free);
     cudaFreeHost(staging.memory);
   }
-  cudaStreamDestroy(store_stream_);
   cudaStreamDestroy(stream_);
 }
 
@@ -384,10 +331,6 @@ void CudaDevice::copy(void* target, const void* source, int64_t bytes) {
 
 void CudaDevice::fill_zero(void* target, int64_t bytes) {
   check(cudaMemsetAsync(target, 0, static_cast<size_t>(bytes), stream_), "fill_zero");
-}
-
-std::unique_ptr<HostStore> CudaDevice::make_host_store(int64_t num_slots, int64_t slot_bytes) {
-  return std::make_unique<CudaStore>(stream_, store_stream_, num_slots, slot_bytes);
 }
 
 std::unique_ptr<HostStream> CudaDevice::make_host_stream(size_t num_slots) {

@@ -70,7 +70,6 @@ class CudaDevice final : public Device {
   std::unique_ptr<HostRead> copy_to_host_later(const void* source, int64_t bytes) override;
   void copy(void* target, const void* source, int64_t bytes) override;
   void fill_zero(void* target, int64_t bytes) override;
-  std::unique_ptr<HostStore> make_host_store(int64_t num_slots, int64_t slot_bytes) override;
   std::unique_ptr<HostStream> make_host_stream(size_t num_slots) override;
   std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t bytes) override;
   void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& work) override;
@@ -110,7 +109,6 @@ class CudaDevice final : public Device {
   cudaDeviceProp properties_{};
   bool launches_early_ = false;
   cudaStream_t stream_ = nullptr;
-  cudaStream_t store_stream_ = nullptr;  // of the copies of all stores
   std::vector<Staging> staging_;
   size_t next_staging_ = 0;
   PinnedPool reads_;                                            // of copy_to_host_later

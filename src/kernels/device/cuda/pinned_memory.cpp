@@ -118,19 +118,22 @@ void queue_copies(const std::vector<HostStream::Copy>& copies, cudaStream_t stre
 
 }  // namespace
 
-CudaHostStream::CudaHostStream(cudaStream_t stream, size_t num_slots) : stream_(stream), loaded_(num_slots) {
+CudaHostStream::CudaHostStream(cudaStream_t stream, size_t num_slots)
+    : stream_(stream), loaded_(num_slots), saved_(num_slots) {
   check(cudaStreamCreateWithFlags(&in_, cudaStreamNonBlocking), "stream");
   check(cudaStreamCreateWithFlags(&out_, cudaStreamNonBlocking), "stream");
   check(cudaEventCreateWithFlags(&ready_, cudaEventDisableTiming), "event");
-  check(cudaEventCreateWithFlags(&saved_, cudaEventDisableTiming), "event");
-  for (cudaEvent_t& event : loaded_) check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event");
+  for (auto* events : {&loaded_, &saved_}) {
+    for (cudaEvent_t& event : *events) check(cudaEventCreateWithFlags(&event, cudaEventDisableTiming), "event");
+  }
 }
 
 CudaHostStream::~CudaHostStream() {
   cudaStreamSynchronize(in_);
   cudaStreamSynchronize(out_);
-  for (const cudaEvent_t event : loaded_) cudaEventDestroy(event);
-  cudaEventDestroy(saved_);
+  for (const auto* events : {&loaded_, &saved_}) {
+    for (const cudaEvent_t event : *events) cudaEventDestroy(event);
+  }
   cudaEventDestroy(ready_);
   cudaStreamDestroy(out_);
   cudaStreamDestroy(in_);
@@ -142,20 +145,21 @@ void CudaHostStream::follow_device() {
 }
 
 void CudaHostStream::load(size_t slot, const std::vector<Copy>& copies) {
-  check(cudaStreamWaitEvent(in_, saved_), kIn);
+  check(cudaStreamWaitEvent(in_, saved_.at(last_saved_)), kIn);
   queue_copies(copies, in_, kIn);
   check(cudaEventRecord(loaded_.at(slot), in_), kIn);
 }
 
 void CudaHostStream::wait_loaded(size_t slot) { check(cudaStreamWaitEvent(stream_, loaded_.at(slot)), kIn); }
 
-void CudaHostStream::save(const std::vector<Copy>& copies) {
+void CudaHostStream::save(const std::vector<Copy>& copies, size_t slot) {
   check(cudaEventRecord(ready_, stream_), kOut);
   check(cudaStreamWaitEvent(out_, ready_), kOut);
   queue_copies(copies, out_, kOut);
-  check(cudaEventRecord(saved_, out_), kOut);
+  check(cudaEventRecord(saved_.at(slot), out_), kOut);
+  last_saved_ = slot;
 }
 
-void CudaHostStream::wait_saved() { check(cudaStreamWaitEvent(stream_, saved_), kOut); }
+void CudaHostStream::wait_saved(size_t slot) { check(cudaStreamWaitEvent(stream_, saved_.at(slot)), kOut); }
 
 }  // namespace parka::cuda

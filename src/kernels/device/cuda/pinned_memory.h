@@ -44,14 +44,14 @@ class CudaHostStream final : public HostStream {
   void follow_device() override;
   void load(size_t slot, const std::vector<Copy>& copies) override;
   void wait_loaded(size_t slot) override;
-  void save(const std::vector<Copy>& copies) override;
-  void wait_saved() override;
+  void save(const std::vector<Copy>& copies, size_t slot) override;
+  void wait_saved(size_t slot) override;
 
  private:
   cudaStream_t stream_, in_ = nullptr, out_ = nullptr;
-  cudaEvent_t ready_ = nullptr;  // the device's work that copies follow
-  cudaEvent_t saved_ = nullptr;
-  std::vector<cudaEvent_t> loaded_;  // by slot
+  cudaEvent_t ready_ = nullptr;              // the device's work that copies follow
+  std::vector<cudaEvent_t> loaded_, saved_;  // by slot
+  size_t last_saved_ = 0;                    // the slot
 };
 
 }  // namespace parka::cuda
