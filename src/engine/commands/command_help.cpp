@@ -94,12 +94,6 @@ class HelpFormatter final : public CLI::Formatter {
   }
 };
 
-}  // namespace
-
-std::shared_ptr<CLI::FormatterBase> make_help_formatter() { return std::make_shared<HelpFormatter>(); }
-
-namespace {
-
 // The words that nothing takes, in the order of the command line: CLI11 2.1 lists them backwards.
 std::vector<std::string> unexpected_words(const CLI::App& app, const std::vector<std::string>& arguments) {
   std::vector<std::string> left = app.remaining(/*recurse=*/true), words;
@@ -188,6 +182,8 @@ std::string plain(const std::string& message) {
 }
 
 }  // namespace
+
+std::shared_ptr<CLI::FormatterBase> make_help_formatter() { return std::make_shared<HelpFormatter>(); }
 
 std::string describe_parse_error(const CLI::App& app, const CLI::ParseError& error,
                                  const std::vector<std::string>& arguments) {

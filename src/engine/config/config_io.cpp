@@ -267,6 +267,26 @@ json read_config_file(const std::string& file) {
   return root;
 }
 
+StateFormat states_of(Recipe recipe) {
+  switch (recipe) {
+    case Recipe::kCoatOptimizer:
+    case Recipe::kCoat:
+    case Recipe::kParka: return StateFormat::kFp8Expanded;
+    default: return StateFormat::kFp32;
+  }
+}
+
+MasterForm master_of(Recipe recipe) {
+  switch (recipe) {
+    case Recipe::kFp32: return MasterForm::kNone;
+    default: return MasterForm::kFp32;
+  }
+}
+
+std::string value_text(Config& config, const std::string& path) {
+  return get_field(*make_config_table(config).find(path)).dump();
+}
+
 }  // namespace
 
 Config parse_config(const json& root, std::string_view source) { return ConfigReader(source, {}).read(root); }
@@ -355,30 +375,6 @@ std::string to_lines(const Config& config) {
   }
   return lines;
 }
-
-namespace {
-
-StateFormat states_of(Recipe recipe) {
-  switch (recipe) {
-    case Recipe::kCoatOptimizer:
-    case Recipe::kCoat:
-    case Recipe::kParka: return StateFormat::kFp8Expanded;
-    default: return StateFormat::kFp32;
-  }
-}
-
-MasterForm master_of(Recipe recipe) {
-  switch (recipe) {
-    case Recipe::kFp32: return MasterForm::kNone;
-    default: return MasterForm::kFp32;
-  }
-}
-
-std::string value_text(Config& config, const std::string& path) {
-  return get_field(*make_config_table(config).find(path)).dump();
-}
-
-}  // namespace
 
 void apply_recipe(Recipe recipe, Config& config) {
   config.precision = precision_recipe(recipe);

@@ -131,17 +131,6 @@ class Generation {
   size_t next_prompt_ = 0;
 };
 
-}  // namespace
-
-std::vector<Continuation> generate(Device& device, Model& model, const CacheShape& shape,
-                                   const std::vector<std::vector<int32_t>>& prompts,
-                                   const GenerationOptions& options, const TokenListener& listener) {
-  PARKA_REQUIRE(options.images == nullptr || prompts.size() == 1);
-  return Generation(device, model, shape, prompts, options, listener).run();
-}
-
-namespace {
-
 // The tokens that may be drawn, most likely first, those of equal logits in their order.
 std::vector<int32_t> most_likely(const std::vector<float>& logits, int64_t top_k) {
   std::vector<int32_t> order(logits.size());
@@ -156,6 +145,13 @@ std::vector<int32_t> most_likely(const std::vector<float>& logits, int64_t top_k
 }
 
 }  // namespace
+
+std::vector<Continuation> generate(Device& device, Model& model, const CacheShape& shape,
+                                   const std::vector<std::vector<int32_t>>& prompts,
+                                   const GenerationOptions& options, const TokenListener& listener) {
+  PARKA_REQUIRE(options.images == nullptr || prompts.size() == 1);
+  return Generation(device, model, shape, prompts, options, listener).run();
+}
 
 int32_t sample_token(const std::vector<float>& logits, const SamplingOptions& options, uint64_t stream,
                      uint64_t index) {

@@ -98,6 +98,80 @@ std::string parent_of(const std::string& path) {
   return parent.empty() ? "." : parent;
 }
 
+// Opens the file that will replace another: new, instead of one that was left by a crash, but of no folder.
+OutputFile open_draft(const std::string& draft) {
+  std::error_code error;
+  if (fs::is_directory(draft, error)) throw_open_error("create", draft, EISDIR);
+  remove_tree(draft);
+  return OutputFile(draft);
+}
+
+// The place where a file of this name is or will be, after all links.
+std::string target_of(const std::string& path) {
+  constexpr int kMostLinks = 40;  // as Linux follows
+  fs::path target = path;
+  std::error_code error;
+  for (int links = 0; fs::is_symlink(target, error); ++links) {
+    if (links == kMostLinks) throw_open_error("create", path, ELOOP);
+    const fs::path named = fs::read_symlink(target, error);
+    if (error) throw_open_error("create", path, error.value());
+    target = target.parent_path() / named;
+  }
+  return target.string();
+}
+
+// A file that cannot be replaced: a device, a pipe, or what this process prints to.
+struct Stream {
+  int printed_to = -1;  // the process's own descriptor of it
+};
+
+std::optional<Stream> stream_at(const std::string& path) {
+  struct stat there, own;
+  if (::stat(path.c_str(), &there) == -1) return std::nullopt;
+  if (S_ISDIR(there.st_mode)) throw_open_error("create", path, EISDIR);
+  for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) {
+    const bool is_it = ::fstat(fd, &own) == 0 && own.st_dev == there.st_dev && own.st_ino == there.st_ino;
+    if (is_it) return Stream{fd};
+  }
+  if (S_ISREG(there.st_mode)) return std::nullopt;
+  if (S_ISCHR(there.st_mode) || S_ISFIFO(there.st_mode)) return Stream{};
+  throw_bad_input("{}: is a socket or a disk, which is not written into; choose another path", path);
+}
+
+bool is_there(const std::string& path) {
+  std::error_code error;
+  return fs::symlink_status(path, error).type() != fs::file_type::not_found;
+}
+
+// Without slashes and dots at its end: "new/." cannot be renamed to.
+std::string without_slashes(std::string path) {
+  while (path.size() > 1 && (path.back() == '/' || path.ends_with("/."))) path.pop_back();
+  if (path.empty()) throw_bad_input("the path of the folder to write is empty");
+  return path;
+}
+
+constexpr const char* kMarkName = ".unfinished";
+
+// Locked while the returned descriptor is open, or its process lives.
+FileDescriptor lock_mark(const std::string& draft, int flags) {
+  const std::string path = draft + "/" + kMarkName;
+  FileDescriptor mark(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | flags, 0666));
+  if (mark.get() != -1 && ::flock(mark.get(), LOCK_EX | LOCK_NB) == 0) return mark;
+  if (mark.get() != -1 && errno == EWOULDBLOCK) {
+    throw_bad_input("{}: another command is writing it; wait for its end, or choose another folder", draft);
+  }
+  return FileDescriptor(-1);  // there is none, or the file system has no locks
+}
+
+void remove_draft_of_killed(const std::string& draft) {
+  if (!is_there(draft)) return;
+  std::error_code error;
+  const bool is_folder = fs::symlink_status(draft, error).type() == fs::file_type::directory;
+  // Killed before it had its mark, or between it and its name: then all of it is what a user may have put there.
+  if (is_folder && (fs::is_empty(draft, error) || lock_mark(draft, 0).get() != -1)) return remove_tree(draft);
+  throw_bad_input("{}: exists already, and may not be left by a command that was killed; remove it", draft);
+}
+
 }  // namespace
 
 void throw_open_error(std::string_view action, const std::string& path, int error) {
@@ -295,18 +369,6 @@ void sync_directory(const std::string& path) {
   if (retry([&] { return ::fsync(folder.get()); }) == -1 && errno != EINVAL) throw_io_error("sync", path, errno);
 }
 
-namespace {
-
-// Opens the file that will replace another: new, instead of one that was left by a crash, but of no folder.
-OutputFile open_draft(const std::string& draft) {
-  std::error_code error;
-  if (fs::is_directory(draft, error)) throw_open_error("create", draft, EISDIR);
-  remove_tree(draft);
-  return OutputFile(draft);
-}
-
-}  // namespace
-
 void replace_file(const std::string& path, std::string_view content) {
   replace_file(path, [&](OutputFile& file) { file.write(as_bytes(content)); });
 }
@@ -335,42 +397,6 @@ void replace_file(const std::string& path, const std::function<void(OutputFile& 
   }
   sync_directory(parent_of(path));
 }
-
-namespace {
-
-// The place where a file of this name is or will be, after all links.
-std::string target_of(const std::string& path) {
-  constexpr int kMostLinks = 40;  // as Linux follows
-  fs::path target = path;
-  std::error_code error;
-  for (int links = 0; fs::is_symlink(target, error); ++links) {
-    if (links == kMostLinks) throw_open_error("create", path, ELOOP);
-    const fs::path named = fs::read_symlink(target, error);
-    if (error) throw_open_error("create", path, error.value());
-    target = target.parent_path() / named;
-  }
-  return target.string();
-}
-
-// A file that cannot be replaced: a device, a pipe, or what this process prints to.
-struct Stream {
-  int printed_to = -1;  // the process's own descriptor of it
-};
-
-std::optional<Stream> stream_at(const std::string& path) {
-  struct stat there, own;
-  if (::stat(path.c_str(), &there) == -1) return std::nullopt;
-  if (S_ISDIR(there.st_mode)) throw_open_error("create", path, EISDIR);
-  for (const int fd : {STDOUT_FILENO, STDERR_FILENO}) {
-    const bool is_it = ::fstat(fd, &own) == 0 && own.st_dev == there.st_dev && own.st_ino == there.st_ino;
-    if (is_it) return Stream{fd};
-  }
-  if (S_ISREG(there.st_mode)) return std::nullopt;
-  if (S_ISCHR(there.st_mode) || S_ISFIFO(there.st_mode)) return Stream{};
-  throw_bad_input("{}: is a socket or a disk, which is not written into; choose another path", path);
-}
-
-}  // namespace
 
 void write_output(const std::string& path, std::string_view content) {
   const std::optional<Stream> stream = stream_at(path);
@@ -421,44 +447,6 @@ std::string shell_word(const std::string& text) {
   });
   return plain ? text : quoted(text);
 }
-
-namespace {
-
-bool is_there(const std::string& path) {
-  std::error_code error;
-  return fs::symlink_status(path, error).type() != fs::file_type::not_found;
-}
-
-// Without slashes and dots at its end: "new/." cannot be renamed to.
-std::string without_slashes(std::string path) {
-  while (path.size() > 1 && (path.back() == '/' || path.ends_with("/."))) path.pop_back();
-  if (path.empty()) throw_bad_input("the path of the folder to write is empty");
-  return path;
-}
-
-constexpr const char* kMarkName = ".unfinished";
-
-// Locked while the returned descriptor is open, or its process lives.
-FileDescriptor lock_mark(const std::string& draft, int flags) {
-  const std::string path = draft + "/" + kMarkName;
-  FileDescriptor mark(::open(path.c_str(), O_RDWR | O_CLOEXEC | O_NOFOLLOW | flags, 0666));
-  if (mark.get() != -1 && ::flock(mark.get(), LOCK_EX | LOCK_NB) == 0) return mark;
-  if (mark.get() != -1 && errno == EWOULDBLOCK) {
-    throw_bad_input("{}: another command is writing it; wait for its end, or choose another folder", draft);
-  }
-  return FileDescriptor(-1);  // there is none, or the file system has no locks
-}
-
-void remove_draft_of_killed(const std::string& draft) {
-  if (!is_there(draft)) return;
-  std::error_code error;
-  const bool is_folder = fs::symlink_status(draft, error).type() == fs::file_type::directory;
-  // Killed before it had its mark, or between it and its name: then all of it is what a user may have put there.
-  if (is_folder && (fs::is_empty(draft, error) || lock_mark(draft, 0).get() != -1)) return remove_tree(draft);
-  throw_bad_input("{}: exists already, and may not be left by a command that was killed; remove it", draft);
-}
-
-}  // namespace
 
 DraftFolder::DraftFolder(std::string path) : path_(without_slashes(std::move(path))), draft_(path_ + ".tmp") {
   if (is_there(path_)) throw_bad_input("{}: exists already; choose another folder, or remove it", path_);

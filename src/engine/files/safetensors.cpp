@@ -130,6 +130,43 @@ void check_layout(SafetensorsHeader& header, int64_t file_bytes, std::string_vie
   throw_bad_input("{}: tensors end at byte {}, the file at {}", where, end, file_bytes);
 }
 
+constexpr int64_t kPieceElements = 1 << 16;
+
+template <typename Element, typename Decode>
+void decode_each(ByteSpan bytes, std::span<float> values, Decode decode) {
+  parallel_for(static_cast<int64_t>(values.size()), kPieceElements, [&](int64_t begin, int64_t end) {
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+      Element element;
+      std::memcpy(&element, bytes.data() + i * sizeof(Element), sizeof(Element));
+      values[i] = decode(element);
+    }
+  });
+}
+
+template <typename Encode>
+void encode_each(std::span<const float> values, std::span<std::byte> bytes, Encode encode) {
+  parallel_for(static_cast<int64_t>(values.size()), kPieceElements, [&](int64_t begin, int64_t end) {
+    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
+      const auto element = encode(values[i]);
+      std::memcpy(bytes.data() + i * sizeof(element), &element, sizeof(element));
+    }
+  });
+}
+
+// True if all elements, without their sign, are below `limit` as integers: so are the finite ones of every float
+// format below the bits of its first infinity or NaN.
+template <typename Bits>
+bool all_below(ByteSpan bytes, Bits limit) {
+  constexpr Bits kMagnitude = std::numeric_limits<Bits>::max() >> 1;
+  Bits largest = 0;  // no branch for each element: compilers vectorise this
+  for (size_t i = 0; i < bytes.size() / sizeof(Bits); ++i) {
+    Bits bits;
+    std::memcpy(&bits, bytes.data() + i * sizeof(Bits), sizeof(Bits));
+    largest = std::max<Bits>(largest, bits & kMagnitude);
+  }
+  return largest < limit;
+}
+
 }  // namespace
 
 std::string_view format_name(DType dtype) {
@@ -242,47 +279,6 @@ SafetensorsHeader read_safetensors_header(const InputFile& file) {
   const auto read = [&](int64_t offset, std::span<std::byte> out) { file.read(offset, out); };
   return read_safetensors_header(read, file.num_bytes(), file.path());
 }
-
-namespace {
-
-constexpr int64_t kPieceElements = 1 << 16;
-
-template <typename Element, typename Decode>
-void decode_each(ByteSpan bytes, std::span<float> values, Decode decode) {
-  parallel_for(static_cast<int64_t>(values.size()), kPieceElements, [&](int64_t begin, int64_t end) {
-    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
-      Element element;
-      std::memcpy(&element, bytes.data() + i * sizeof(Element), sizeof(Element));
-      values[i] = decode(element);
-    }
-  });
-}
-
-template <typename Encode>
-void encode_each(std::span<const float> values, std::span<std::byte> bytes, Encode encode) {
-  parallel_for(static_cast<int64_t>(values.size()), kPieceElements, [&](int64_t begin, int64_t end) {
-    for (auto i = static_cast<size_t>(begin); i < static_cast<size_t>(end); ++i) {
-      const auto element = encode(values[i]);
-      std::memcpy(bytes.data() + i * sizeof(element), &element, sizeof(element));
-    }
-  });
-}
-
-// True if all elements, without their sign, are below `limit` as integers: so are the finite ones of every float
-// format below the bits of its first infinity or NaN.
-template <typename Bits>
-bool all_below(ByteSpan bytes, Bits limit) {
-  constexpr Bits kMagnitude = std::numeric_limits<Bits>::max() >> 1;
-  Bits largest = 0;  // no branch for each element: compilers vectorise this
-  for (size_t i = 0; i < bytes.size() / sizeof(Bits); ++i) {
-    Bits bits;
-    std::memcpy(&bits, bytes.data() + i * sizeof(Bits), sizeof(Bits));
-    largest = std::max<Bits>(largest, bits & kMagnitude);
-  }
-  return largest < limit;
-}
-
-}  // namespace
 
 void decode_floats(DType dtype, ByteSpan bytes, std::span<float> values) {
   PARKA_REQUIRE(bytes.size() == values.size() * static_cast<size_t>(size_of(dtype)));

@@ -120,6 +120,26 @@ std::vector<double> three_numbers(const ConfigReader& config, std::string_view k
   return value->get<std::vector<double>>();
 }
 
+// Pictures become squares of the tower's size by Pillow's bicubic filter (scripts/image_data/pictures.py); a
+// processor that does anything else would give the model other pixels.
+void check_picture_size(const ConfigReader& processor, int64_t image_size) {
+  constexpr int kBicubic = 3;
+  processor.require("do_resize", true);
+  processor.require("resample", kBicubic);
+  for (const char* name : {"size", "crop_size"}) {
+    const json* size = processor.find(name);
+    if (size == nullptr || !size->is_object()) continue;
+    if (std::string_view(name) == "size" && size->contains("shortest_edge")) {
+      processor.require("do_center_crop", true);
+    }
+    for (const char* side : {"height", "width", "shortest_edge"}) {
+      if (!size->contains(side) || size->at(side) == image_size) continue;
+      processor.fail("{}.{} = {} is not supported; {}, the tower's image_size, is", name, side,
+                     size->at(side).dump(), image_size);
+    }
+  }
+}
+
 }  // namespace
 
 TowerConfig parse_tower_config(const json& root, const std::string& where) {
@@ -241,30 +261,6 @@ void set_usual_statistics(TowerConfig& tower) {
   tower.pixel_mean = is_siglip ? std::vector<double>(3, 0.5) : clip.pixel_mean;
   tower.pixel_deviation = is_siglip ? std::vector<double>(3, 0.5) : clip.pixel_deviation;
 }
-
-namespace {
-
-// Pictures become squares of the tower's size by Pillow's bicubic filter (scripts/image_data/pictures.py); a
-// processor that does anything else would give the model other pixels.
-void check_picture_size(const ConfigReader& processor, int64_t image_size) {
-  constexpr int kBicubic = 3;
-  processor.require("do_resize", true);
-  processor.require("resample", kBicubic);
-  for (const char* name : {"size", "crop_size"}) {
-    const json* size = processor.find(name);
-    if (size == nullptr || !size->is_object()) continue;
-    if (std::string_view(name) == "size" && size->contains("shortest_edge")) {
-      processor.require("do_center_crop", true);
-    }
-    for (const char* side : {"height", "width", "shortest_edge"}) {
-      if (!size->contains(side) || size->at(side) == image_size) continue;
-      processor.fail("{}.{} = {} is not supported; {}, the tower's image_size, is", name, side,
-                     size->at(side).dump(), image_size);
-    }
-  }
-}
-
-}  // namespace
 
 const json& image_processor_in(const json& file) {
   if (!file.is_object()) return file;

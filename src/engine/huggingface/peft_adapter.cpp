@@ -67,39 +67,6 @@ ordered_json peft_config(const FinetuneConfig& finetune, const std::optional<std
           {"use_rslora", finetune.rslora}};
 }
 
-}  // namespace
-
-std::vector<PeftTensor> peft_tensors(const Config& config, const HuggingFaceFamily& family) {
-  const ParameterTable table = make_parameter_table(config.model, false);
-  const std::vector<HuggingFaceTensor> weights = huggingface_tensors(family, config.model, table);
-  std::vector<PeftTensor> tensors;
-  for (const CheckpointAdapters::Adapter& adapter : lora_adapters(config).all) {
-    const auto weight = std::ranges::find_if(weights, [&](const HuggingFaceTensor& tensor) {
-      return table.all[tensor.parameter].name == adapter.layer && tensor.first_row == adapter.first_row;
-    });
-    PARKA_REQUIRE(weight != weights.end());
-    tensors.push_back({peft_name(weight->name, "lora_A"), adapter.in});
-    tensors.push_back({peft_name(weight->name, "lora_B"), adapter.out});
-  }
-  return tensors;
-}
-
-void write_peft_adapter(const LoadedCheckpoint& checkpoint, const Config& config, const HuggingFaceFamily& family,
-                        const std::optional<std::string>& base, const std::string& out) {
-  if (config.finetune.method != FinetuneMethod::kLora) {
-    throw_bad_input("{}: has no adapters (finetune.method = {}); leave --adapter out", checkpoint.path(),
-                    name_of(config.finetune.method));
-  }
-  const std::vector<HostTensor> tensors = read_factors(checkpoint, peft_tensors(config, family));
-  DraftFolder draft(out);
-  write_new_file(draft / "adapter_config.json", peft_config(config.finetune, base).dump(2) + "\n");
-  OutputFile file(draft / "adapter_model.safetensors");
-  write_safetensors(tensors, {{"format", "pt"}}, file);
-  draft.publish();
-}
-
-namespace {
-
 constexpr int64_t kMaxRank = 65536;
 
 // Keys that change nothing about trained adapters of a kind that is accepted.
@@ -220,6 +187,35 @@ std::string training_config(const Config& config, const std::string& out) {
 }
 
 }  // namespace
+
+std::vector<PeftTensor> peft_tensors(const Config& config, const HuggingFaceFamily& family) {
+  const ParameterTable table = make_parameter_table(config.model, false);
+  const std::vector<HuggingFaceTensor> weights = huggingface_tensors(family, config.model, table);
+  std::vector<PeftTensor> tensors;
+  for (const CheckpointAdapters::Adapter& adapter : lora_adapters(config).all) {
+    const auto weight = std::ranges::find_if(weights, [&](const HuggingFaceTensor& tensor) {
+      return table.all[tensor.parameter].name == adapter.layer && tensor.first_row == adapter.first_row;
+    });
+    PARKA_REQUIRE(weight != weights.end());
+    tensors.push_back({peft_name(weight->name, "lora_A"), adapter.in});
+    tensors.push_back({peft_name(weight->name, "lora_B"), adapter.out});
+  }
+  return tensors;
+}
+
+void write_peft_adapter(const LoadedCheckpoint& checkpoint, const Config& config, const HuggingFaceFamily& family,
+                        const std::optional<std::string>& base, const std::string& out) {
+  if (config.finetune.method != FinetuneMethod::kLora) {
+    throw_bad_input("{}: has no adapters (finetune.method = {}); leave --adapter out", checkpoint.path(),
+                    name_of(config.finetune.method));
+  }
+  const std::vector<HostTensor> tensors = read_factors(checkpoint, peft_tensors(config, family));
+  DraftFolder draft(out);
+  write_new_file(draft / "adapter_config.json", peft_config(config.finetune, base).dump(2) + "\n");
+  OutputFile file(draft / "adapter_model.safetensors");
+  write_safetensors(tensors, {{"format", "pt"}}, file);
+  draft.publish();
+}
 
 FinetuneConfig parse_peft_config(const json& config, const std::string& where) {
   if (!config.is_object()) throw_bad_input("{}: is no JSON object", where);

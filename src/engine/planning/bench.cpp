@@ -87,6 +87,27 @@ std::vector<OpSummary> summarize(const std::vector<OpTime>& times) {
   return summaries;
 }
 
+constexpr int64_t kSteps = 2;  // worth of tokens; more steps are further epochs
+
+template <typename T>
+std::vector<T> tokens(int64_t count, int64_t vocab_size, int64_t image_token) {
+  std::vector<T> ids(static_cast<size_t>(count));
+  for (int64_t i = 0; i < count; ++i) {
+    const double u = uniform_open(philox4x32(1, 2, static_cast<uint64_t>(i))[0]);
+    ids[i] = static_cast<T>(std::pow(static_cast<double>(vocab_size), u) - 1.0);
+    if (ids[i] == image_token) ids[i] = static_cast<T>(image_token == 0 ? 1 : 0);  // images are blank, in no place
+  }
+  return ids;
+}
+
+template <typename T>
+void write_tokens(const std::string& path, int64_t count, const ModelConfig& model) {
+  const std::vector<T> ids = tokens<T>(count, model.vocab_size, model.vision.image_token);
+  OutputFile file(path);
+  file.write(std::as_bytes(std::span(ids)));
+  file.close();
+}
+
 }  // namespace
 
 double BenchResult::median_step_seconds() const {
@@ -158,31 +179,6 @@ BenchResult run_benchmark(const Config& given, Device& device, Communicator& com
   if (roofline) add_floors(device, config, result);
   return result;
 }
-
-namespace {
-
-constexpr int64_t kSteps = 2;  // worth of tokens; more steps are further epochs
-
-template <typename T>
-std::vector<T> tokens(int64_t count, int64_t vocab_size, int64_t image_token) {
-  std::vector<T> ids(static_cast<size_t>(count));
-  for (int64_t i = 0; i < count; ++i) {
-    const double u = uniform_open(philox4x32(1, 2, static_cast<uint64_t>(i))[0]);
-    ids[i] = static_cast<T>(std::pow(static_cast<double>(vocab_size), u) - 1.0);
-    if (ids[i] == image_token) ids[i] = static_cast<T>(image_token == 0 ? 1 : 0);  // images are blank, in no place
-  }
-  return ids;
-}
-
-template <typename T>
-void write_tokens(const std::string& path, int64_t count, const ModelConfig& model) {
-  const std::vector<T> ids = tokens<T>(count, model.vocab_size, model.vision.image_token);
-  OutputFile file(path);
-  file.write(std::as_bytes(std::span(ids)));
-  file.close();
-}
-
-}  // namespace
 
 SyntheticTokens::SyntheticTokens(const Config& config)
     : path_((std::filesystem::temp_directory_path() / fmt::format("parka_bench_{}.npy", getpid())).string()),

@@ -133,6 +133,40 @@ class Ladder {
   std::map<Chosen, std::optional<MemoryBytes>> planned_;  // a plan takes milliseconds
 };
 
+constexpr std::string_view kRowsOnly = "precision.weight_copies=rows", kNoCopies = "precision.weight_copies=none";
+
+std::string cost_of_copies(std::string_view left, const std::string& weights) {
+  return fmt::format("the same bits, {} are {} in every micro-batch", weights,
+                     left == kNoCopies ? "quantized" : "transposed");
+}
+
+// Frozen blocks beside a side network have no backward to recompute for.
+std::string cost_of_recomputation(FinetuneMethod method) {
+  return method == FinetuneMethod::kQst ? "the same bits, side blocks run forward twice"
+                                        : "the same bits, about a third more work";
+}
+
+// More ranks than now that may share each sequence. For long sequences only: parts of others would make small
+// GEMMs.
+std::vector<int64_t> sharing_ranks_to_try(const Config& config, int64_t num_gpus) {
+  constexpr int64_t kShortestPart = 8192;
+  std::vector<int64_t> numbers;
+  for (int64_t ranks = 2 * config.distributed.context_parallel;
+       num_gpus % ranks == 0 && config.data.sequence_length / ranks >= kShortestPart; ranks *= 2) {
+    numbers.push_back(ranks);
+  }
+  return numbers;
+}
+
+// True if a higher stage of ZeRO adds gradients, or the squares of their norm, in another order. From stage 1 on
+// each rank has the squares of its own pieces, and from 2 on ranks add up every micro-batch's gradients, not a
+// step's.
+bool changes_sums(const Config& config, int64_t num_gpus) {
+  const int64_t stage = config.distributed.zero_stage;
+  const bool is_one_sum = config.divides_batch(num_gpus) && config.micro_batches_per_step(num_gpus) == 1;
+  return stage == 0 || (stage == 1 && !is_one_sum);
+}
+
 }  // namespace
 
 std::vector<std::string> MemoryAdvice::overrides() const {
@@ -177,44 +211,6 @@ std::string advice_without_gpus(const Config& config, int64_t num_gpus) {
       "{}, or a larger training.global_batch_size, as {} is divided by no number of GPUs up to {} that is enough",
       kSmaller, config.training.global_batch_size, kMostGpus);
 }
-
-namespace {
-
-constexpr std::string_view kRowsOnly = "precision.weight_copies=rows", kNoCopies = "precision.weight_copies=none";
-
-std::string cost_of_copies(std::string_view left, const std::string& weights) {
-  return fmt::format("the same bits, {} are {} in every micro-batch", weights,
-                     left == kNoCopies ? "quantized" : "transposed");
-}
-
-// Frozen blocks beside a side network have no backward to recompute for.
-std::string cost_of_recomputation(FinetuneMethod method) {
-  return method == FinetuneMethod::kQst ? "the same bits, side blocks run forward twice"
-                                        : "the same bits, about a third more work";
-}
-
-// More ranks than now that may share each sequence. For long sequences only: parts of others would make small
-// GEMMs.
-std::vector<int64_t> sharing_ranks_to_try(const Config& config, int64_t num_gpus) {
-  constexpr int64_t kShortestPart = 8192;
-  std::vector<int64_t> numbers;
-  for (int64_t ranks = 2 * config.distributed.context_parallel;
-       num_gpus % ranks == 0 && config.data.sequence_length / ranks >= kShortestPart; ranks *= 2) {
-    numbers.push_back(ranks);
-  }
-  return numbers;
-}
-
-// True if a higher stage of ZeRO adds gradients, or the squares of their norm, in another order. From stage 1 on
-// each rank has the squares of its own pieces, and from 2 on ranks add up every micro-batch's gradients, not a
-// step's.
-bool changes_sums(const Config& config, int64_t num_gpus) {
-  const int64_t stage = config.distributed.zero_stage;
-  const bool is_one_sum = config.divides_batch(num_gpus) && config.micro_batches_per_step(num_gpus) == 1;
-  return stage == 0 || (stage == 1 && !is_one_sum);
-}
-
-}  // namespace
 
 MemoryChange::Results MemoryChange::taken_among() const {
   return key() == kZeroStageKey ? Results::kSameBits : results;

@@ -150,30 +150,6 @@ class PredictedStep {
   StepPrediction prediction_;  // but for the times, which the timeline has
 };
 
-}  // namespace
-
-double collective_seconds(const Links& links, int64_t num_gpus, Kind kind, int64_t bytes) {
-  PARKA_REQUIRE(num_gpus > 1 && links.nodes >= 1 && links.nodes <= num_gpus);
-  if (kind == Kind::kAllToAll) {
-    const double to_one = static_cast<double>(bytes) / static_cast<double>(num_gpus);
-    const int64_t in_a_node = num_gpus / links.nodes;
-    const double near = to_one * static_cast<double>(in_a_node - 1),
-                 far = to_one * static_cast<double>(num_gpus - in_a_node);
-    return latency(links, num_gpus, kind) + near / links.link_bandwidth +
-           (far > 0 ? far / links.network_bandwidth : 0);
-  }
-  double bandwidth = links.link_bandwidth;
-  if (links.nodes > 1) {
-    // A ring leaves a node once, and there are as many rings as it takes to use all of a node's network cards.
-    const int64_t gpus_per_node = num_gpus / links.nodes;  // of the node with fewest
-    const double out = links.network_bandwidth * static_cast<double>(gpus_per_node);
-    bandwidth = std::min(bandwidth, out);
-  }
-  return latency(links, num_gpus, kind) + bytes_sent(num_gpus, kind, bytes) / bandwidth;
-}
-
-namespace {
-
 // The seconds of a rank's own work in each thing that it queues.
 std::vector<double> own_seconds(const RecordedStep::Part& part, const WorkSeconds& seconds) {
   std::vector<double> own;
@@ -186,99 +162,6 @@ std::vector<double> own_seconds(const RecordedStep::Part& part, const WorkSecond
   }
   return own;
 }
-
-}  // namespace
-
-double compute_seconds(const RecordedStep& step, const WorkSeconds& seconds) {
-  double sum = 0;
-  for (const RecordedStep::Part& part : step.parts) {
-    for (const double own : own_seconds(part, seconds)) sum += static_cast<double>(part.times) * own;
-  }
-  return sum;
-}
-
-StepPrediction predict_step(const RecordedStep& step, const WorkSeconds& seconds, const Links& links,
-                            const Mesh& mesh) {
-  PredictedStep predicted(links, mesh);
-  for (const RecordedStep::Part& part : step.parts) {
-    const std::vector<double> own = own_seconds(part, seconds);
-    PredictedStep before = predicted;
-    const int64_t times = std::min(part.times, kMostQueued);
-    for (int64_t i = 0; i < times; ++i) {
-      if (i + 1 == times) before = predicted;
-      for (size_t k = 0; k < own.size(); ++k) predicted.queue(part.work[k], own[k]);
-    }
-    if (times < part.times) predicted.repeat_since(before, part.times - times);
-  }
-  return predicted.prediction();
-}
-
-void StreamTimeline::compute(double seconds) {
-  PARKA_REQUIRE(seconds >= 0);
-  // Collectives that are queued waited for nothing later than now: they run without a gap from here on.
-  for (; running_ < collectives_.size(); ++running_) {
-    const Collective& beside = collectives_[running_];
-    const double time = std::max(0.0, beside.end - now_), done = time * (1 - beside.interference);
-    if (done > seconds) break;
-    now_ += time;
-    slowed_ += time - done;
-    seconds -= done;
-  }
-  const double speed = running_ < collectives_.size() ? 1 - collectives_[running_].interference : 1;
-  now_ += seconds / speed;
-  slowed_ += seconds / speed - seconds;
-}
-
-void StreamTimeline::collective(double seconds, double interference) {
-  PARKA_REQUIRE(seconds >= 0 && interference >= 0 && interference < 1);
-  communication_ += seconds;
-  collectives_.push_back({std::max(now_, collectives_end()) + seconds, interference});
-}
-
-void StreamTimeline::wait(uint64_t number) {
-  PARKA_REQUIRE(number <= collectives_.size());
-  if (number == 0 || collectives_[number - 1].end <= now_) return;
-  exposed_ += collectives_[number - 1].end - now_;
-  now_ = collectives_[number - 1].end;
-}
-
-void StreamTimeline::follow_device() { loads_end_ = std::max(loads_end_, now_); }
-
-void StreamTimeline::load(size_t slot, double seconds) {
-  loads_end_ = std::max(loads_end_, saves_end_) + seconds;
-  loaded_[slot] = loads_end_;
-}
-
-void StreamTimeline::wait_loaded(size_t slot) { wait_for_host(loaded_.at(slot)); }
-
-void StreamTimeline::save(double seconds) { saves_end_ = std::max(saves_end_, now_) + seconds; }
-
-void StreamTimeline::wait_saved() { wait_for_host(saves_end_); }
-
-void StreamTimeline::repeat_since(const StreamTimeline& before, int64_t times) {
-  const auto repeat = [&](double& value, double value_before) {
-    value += static_cast<double>(times) * (value - value_before);
-  };
-  // The collectives of the last time are the only ones that later work can wait for, or run beside.
-  const double later = static_cast<double>(times) * (collectives_end() - before.collectives_end());
-  for (size_t i = before.collectives_.size(); i < collectives_.size(); ++i) collectives_[i].end += later;
-  for (auto& [slot, end] : loaded_) {
-    if (const auto found = before.loaded_.find(slot); found != before.loaded_.end()) repeat(end, found->second);
-  }
-  using Self = StreamTimeline;
-  for (const auto time : {&Self::now_, &Self::slowed_, &Self::exposed_, &Self::communication_, &Self::loads_end_,
-                          &Self::saves_end_, &Self::host_exposed_}) {
-    repeat(this->*time, before.*time);
-  }
-}
-
-void StreamTimeline::wait_for_host(double until) {
-  if (until <= now_) return;
-  host_exposed_ += until - now_;
-  now_ = until;
-}
-
-namespace {
 
 // The time of an op that has next to nothing to do: a launch is not divided over ranks.
 constexpr double kLaunchSeconds = 5e-6;
@@ -399,6 +282,115 @@ class MeasuredOps {
 };
 
 }  // namespace
+
+double collective_seconds(const Links& links, int64_t num_gpus, Kind kind, int64_t bytes) {
+  PARKA_REQUIRE(num_gpus > 1 && links.nodes >= 1 && links.nodes <= num_gpus);
+  if (kind == Kind::kAllToAll) {
+    const double to_one = static_cast<double>(bytes) / static_cast<double>(num_gpus);
+    const int64_t in_a_node = num_gpus / links.nodes;
+    const double near = to_one * static_cast<double>(in_a_node - 1),
+                 far = to_one * static_cast<double>(num_gpus - in_a_node);
+    return latency(links, num_gpus, kind) + near / links.link_bandwidth +
+           (far > 0 ? far / links.network_bandwidth : 0);
+  }
+  double bandwidth = links.link_bandwidth;
+  if (links.nodes > 1) {
+    // A ring leaves a node once, and there are as many rings as it takes to use all of a node's network cards.
+    const int64_t gpus_per_node = num_gpus / links.nodes;  // of the node with fewest
+    const double out = links.network_bandwidth * static_cast<double>(gpus_per_node);
+    bandwidth = std::min(bandwidth, out);
+  }
+  return latency(links, num_gpus, kind) + bytes_sent(num_gpus, kind, bytes) / bandwidth;
+}
+
+double compute_seconds(const RecordedStep& step, const WorkSeconds& seconds) {
+  double sum = 0;
+  for (const RecordedStep::Part& part : step.parts) {
+    for (const double own : own_seconds(part, seconds)) sum += static_cast<double>(part.times) * own;
+  }
+  return sum;
+}
+
+StepPrediction predict_step(const RecordedStep& step, const WorkSeconds& seconds, const Links& links,
+                            const Mesh& mesh) {
+  PredictedStep predicted(links, mesh);
+  for (const RecordedStep::Part& part : step.parts) {
+    const std::vector<double> own = own_seconds(part, seconds);
+    PredictedStep before = predicted;
+    const int64_t times = std::min(part.times, kMostQueued);
+    for (int64_t i = 0; i < times; ++i) {
+      if (i + 1 == times) before = predicted;
+      for (size_t k = 0; k < own.size(); ++k) predicted.queue(part.work[k], own[k]);
+    }
+    if (times < part.times) predicted.repeat_since(before, part.times - times);
+  }
+  return predicted.prediction();
+}
+
+void StreamTimeline::compute(double seconds) {
+  PARKA_REQUIRE(seconds >= 0);
+  // Collectives that are queued waited for nothing later than now: they run without a gap from here on.
+  for (; running_ < collectives_.size(); ++running_) {
+    const Collective& beside = collectives_[running_];
+    const double time = std::max(0.0, beside.end - now_), done = time * (1 - beside.interference);
+    if (done > seconds) break;
+    now_ += time;
+    slowed_ += time - done;
+    seconds -= done;
+  }
+  const double speed = running_ < collectives_.size() ? 1 - collectives_[running_].interference : 1;
+  now_ += seconds / speed;
+  slowed_ += seconds / speed - seconds;
+}
+
+void StreamTimeline::collective(double seconds, double interference) {
+  PARKA_REQUIRE(seconds >= 0 && interference >= 0 && interference < 1);
+  communication_ += seconds;
+  collectives_.push_back({std::max(now_, collectives_end()) + seconds, interference});
+}
+
+void StreamTimeline::wait(uint64_t number) {
+  PARKA_REQUIRE(number <= collectives_.size());
+  if (number == 0 || collectives_[number - 1].end <= now_) return;
+  exposed_ += collectives_[number - 1].end - now_;
+  now_ = collectives_[number - 1].end;
+}
+
+void StreamTimeline::follow_device() { loads_end_ = std::max(loads_end_, now_); }
+
+void StreamTimeline::load(size_t slot, double seconds) {
+  loads_end_ = std::max(loads_end_, saves_end_) + seconds;
+  loaded_[slot] = loads_end_;
+}
+
+void StreamTimeline::wait_loaded(size_t slot) { wait_for_host(loaded_.at(slot)); }
+
+void StreamTimeline::save(double seconds) { saves_end_ = std::max(saves_end_, now_) + seconds; }
+
+void StreamTimeline::wait_saved() { wait_for_host(saves_end_); }
+
+void StreamTimeline::repeat_since(const StreamTimeline& before, int64_t times) {
+  const auto repeat = [&](double& value, double value_before) {
+    value += static_cast<double>(times) * (value - value_before);
+  };
+  // The collectives of the last time are the only ones that later work can wait for, or run beside.
+  const double later = static_cast<double>(times) * (collectives_end() - before.collectives_end());
+  for (size_t i = before.collectives_.size(); i < collectives_.size(); ++i) collectives_[i].end += later;
+  for (auto& [slot, end] : loaded_) {
+    if (const auto found = before.loaded_.find(slot); found != before.loaded_.end()) repeat(end, found->second);
+  }
+  using Self = StreamTimeline;
+  for (const auto time : {&Self::now_, &Self::slowed_, &Self::exposed_, &Self::communication_, &Self::loads_end_,
+                          &Self::saves_end_, &Self::host_exposed_}) {
+    repeat(this->*time, before.*time);
+  }
+}
+
+void StreamTimeline::wait_for_host(double until) {
+  if (until <= now_) return;
+  host_exposed_ += until - now_;
+  now_ = until;
+}
 
 void require_whole_micro_batches(const Config& config, int64_t num_gpus) {
   if (config.divides_batch(num_gpus)) return;

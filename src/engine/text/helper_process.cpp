@@ -50,6 +50,38 @@ std::string describe_end(int status) {
              : fmt::format("ended with exit code {}", WEXITSTATUS(status));
 }
 
+// The slowest answer is the first, of a Python that has to read its packages from a busy network file system.
+constexpr auto kPatience = std::chrono::seconds(300);
+
+// scripts/ where an installation has it, or that of the source tree.
+fs::path scripts_folder() {
+  std::error_code ignored;
+  const fs::path program = fs::read_symlink("/proc/self/exe", ignored);
+  const fs::path installed = program.parent_path().parent_path() / "share/parka/scripts";
+  return fs::is_directory(installed, ignored) ? installed : fs::path(PARKA_SOURCE_DIR) / "scripts";
+}
+
+// PARKA_PYTHON, the environment that scripts/setup.sh makes, or python3 of PATH.
+std::string python(const fs::path& scripts) {
+  if (const char* given = std::getenv("PARKA_PYTHON"); given != nullptr && *given != '\0') return given;
+  const std::string own = (scripts.parent_path() / ".venv/bin/python").string();
+  return file_exists(own) ? own : "python3";
+}
+
+std::vector<std::string> command_of(const std::string& name, const std::vector<std::string>& arguments) {
+  const fs::path scripts = scripts_folder();
+  const std::string script = (scripts / name).string();
+  if (!file_exists(script)) {
+    throw_bad_input(
+        "{}: no such file, and text and images need it; install Parka with its scripts, or give "
+        "--prompt-tokens",
+        script);
+  }
+  std::vector<std::string> command = {python(scripts), script};
+  command.insert(command.end(), arguments.begin(), arguments.end());
+  return command;
+}
+
 }  // namespace
 
 HelperProcess::HelperProcess(const std::vector<std::string>& command)
@@ -127,42 +159,6 @@ std::string HelperProcess::receive(std::chrono::seconds patience) {
   received_.erase(0, end + 1);
   return line;
 }
-
-namespace {
-
-// The slowest answer is the first, of a Python that has to read its packages from a busy network file system.
-constexpr auto kPatience = std::chrono::seconds(300);
-
-// scripts/ where an installation has it, or that of the source tree.
-fs::path scripts_folder() {
-  std::error_code ignored;
-  const fs::path program = fs::read_symlink("/proc/self/exe", ignored);
-  const fs::path installed = program.parent_path().parent_path() / "share/parka/scripts";
-  return fs::is_directory(installed, ignored) ? installed : fs::path(PARKA_SOURCE_DIR) / "scripts";
-}
-
-// PARKA_PYTHON, the environment that scripts/setup.sh makes, or python3 of PATH.
-std::string python(const fs::path& scripts) {
-  if (const char* given = std::getenv("PARKA_PYTHON"); given != nullptr && *given != '\0') return given;
-  const std::string own = (scripts.parent_path() / ".venv/bin/python").string();
-  return file_exists(own) ? own : "python3";
-}
-
-std::vector<std::string> command_of(const std::string& name, const std::vector<std::string>& arguments) {
-  const fs::path scripts = scripts_folder();
-  const std::string script = (scripts / name).string();
-  if (!file_exists(script)) {
-    throw_bad_input(
-        "{}: no such file, and text and images need it; install Parka with its scripts, or give "
-        "--prompt-tokens",
-        script);
-  }
-  std::vector<std::string> command = {python(scripts), script};
-  command.insert(command.end(), arguments.begin(), arguments.end());
-  return command;
-}
-
-}  // namespace
 
 PythonHelper::PythonHelper(const std::string& script, const std::vector<std::string>& arguments)
     : script_(script), process_(command_of(script, arguments)) {}

@@ -89,41 +89,6 @@ void warn_of_pictures(const std::string& file, const json& images, const std::st
   }
 }
 
-}  // namespace
-
-std::map<std::string, std::string> processor_of_data(const Config& config,
-                                                     const std::optional<std::string>& of_model) {
-  if (!config.model.vision.exists()) return {};
-  const fs::path beside = processor_beside(config.data.train);
-  const std::optional<std::string> made = beside.empty() ? std::nullopt : geometry_in(beside);
-  if (!made || (of_model && geometry_in(*of_model) == made)) return {};
-  const std::string path = (beside / kPreprocessorName).string();
-  json processor = read_processor(path);
-  // Mean and deviation of the script's --tower are in no saved pixel; the weights have learned from the run's.
-  processor["image_mean"] = config.model.vision.tower.pixel_mean;
-  processor["image_std"] = config.model.vision.tower.pixel_deviation;
-  std::map<std::string, std::string> files = {{kPreprocessorName, processor.dump(2) + "\n"}};
-  // transformers would take the model's processor where it is nested in this file.
-  if (json nesting = of_model ? read_processor(fs::path(*of_model) / kProcessorName) : json();
-      nesting.is_object() && nesting.erase(kNestedProcessorKey) > 0) {
-    files[kProcessorName] = nesting.dump(2) + "\n";
-  }
-  log_info("{}: goes with the run, whose pictures were made so", path);
-  return files;
-}
-
-void warn_of_image_geometry(const Config& config) {
-  if (!config.model.vision.exists()) return;
-  const TowerConfig& tower = config.model.vision.tower;
-  const char* usual = tower.kind == TowerKind::kSiglip ? "stretch" : "crop";
-  const std::string own = geometry_in(fs::path(config.checkpoint.folder) / kTokenizerFolder).value_or(usual);
-  for_each_description(config.data.train, [&](const std::string& file, const json& description) {
-    warn_of_pictures(file, member(description, "images"), own, tower);
-  });
-}
-
-namespace {
-
 constexpr std::string_view kPlaceholder = "<image>";
 
 // The texts between images.
@@ -184,6 +149,37 @@ std::vector<uint8_t> read_pixels(const std::vector<std::string>& paths, const st
 }
 
 }  // namespace
+
+std::map<std::string, std::string> processor_of_data(const Config& config,
+                                                     const std::optional<std::string>& of_model) {
+  if (!config.model.vision.exists()) return {};
+  const fs::path beside = processor_beside(config.data.train);
+  const std::optional<std::string> made = beside.empty() ? std::nullopt : geometry_in(beside);
+  if (!made || (of_model && geometry_in(*of_model) == made)) return {};
+  const std::string path = (beside / kPreprocessorName).string();
+  json processor = read_processor(path);
+  // Mean and deviation of the script's --tower are in no saved pixel; the weights have learned from the run's.
+  processor["image_mean"] = config.model.vision.tower.pixel_mean;
+  processor["image_std"] = config.model.vision.tower.pixel_deviation;
+  std::map<std::string, std::string> files = {{kPreprocessorName, processor.dump(2) + "\n"}};
+  // transformers would take the model's processor where it is nested in this file.
+  if (json nesting = of_model ? read_processor(fs::path(*of_model) / kProcessorName) : json();
+      nesting.is_object() && nesting.erase(kNestedProcessorKey) > 0) {
+    files[kProcessorName] = nesting.dump(2) + "\n";
+  }
+  log_info("{}: goes with the run, whose pictures were made so", path);
+  return files;
+}
+
+void warn_of_image_geometry(const Config& config) {
+  if (!config.model.vision.exists()) return;
+  const TowerConfig& tower = config.model.vision.tower;
+  const char* usual = tower.kind == TowerKind::kSiglip ? "stretch" : "crop";
+  const std::string own = geometry_in(fs::path(config.checkpoint.folder) / kTokenizerFolder).value_or(usual);
+  for_each_description(config.data.train, [&](const std::string& file, const json& description) {
+    warn_of_pictures(file, member(description, "images"), own, tower);
+  });
+}
 
 ImagePrompt make_image_prompt(const std::string& text, const std::vector<std::string>& paths,
                               const std::string& geometry, const std::string& processor, const VisionConfig& vision,

@@ -8,6 +8,12 @@ namespace {
 constexpr int32_t kEndOfDocument = 256;
 constexpr int64_t kMaxByteVocabulary = 1024;  // more rows than that are another tokenizer's
 
+std::vector<std::string> arguments_of(const std::string& folder, TextTokenizer::Use use) {
+  std::vector<std::string> arguments = {folder};
+  if (use == TextTokenizer::Use::kChat) arguments.emplace_back("--chat");
+  return arguments;
+}
+
 }  // namespace
 
 bool ByteCodec::fits(int64_t vocab_size) { return vocab_size > kEndOfDocument && vocab_size <= kMaxByteVocabulary; }
@@ -31,16 +37,6 @@ std::vector<std::vector<int32_t>> ByteCodec::encode_pieces(const std::vector<std
   }
   return tokens;
 }
-
-namespace {
-
-std::vector<std::string> arguments_of(const std::string& folder, TextTokenizer::Use use) {
-  std::vector<std::string> arguments = {folder};
-  if (use == TextTokenizer::Use::kChat) arguments.emplace_back("--chat");
-  return arguments;
-}
-
-}  // namespace
 
 TextTokenizer::TextTokenizer(const std::string& folder, Use use)
     : helper_("tokenizer_helper.py", arguments_of(folder, use)) {

@@ -59,61 +59,6 @@ bool is_of_later_step(const json& record, int64_t step) {
   return it != record.end() && it->is_number_integer() && *it > step;
 }
 
-}  // namespace
-
-std::string evaluated(const json& record) {
-  const auto text = [&](const char* key) {
-    const auto found = record.find(key);
-    return found != record.end() && found->is_string() ? found->get<std::string>() : "";
-  };
-  const std::string kind = text("kind");
-  if (kind == "eval") return "data.eval";
-  if (kind == "eval_set") return "set " + text("set");
-  return kind == "task" ? "task " + text("task") : "";
-}
-
-MetricsLog::MetricsLog(std::string path, const RunLock* lock)
-    : path_(std::move(path)), lock_(lock), file_(open_for_adding(path_)) {}
-
-void MetricsLog::follow_path() {
-  if (is_at(file_.get(), path_)) return;
-  if (lock_ != nullptr) lock_->require_ours();
-  file_ = open_for_adding(path_);
-  log_warning("{}: was removed, moved or replaced during the run; further records go to a new file of this name",
-              path_);
-}
-
-void MetricsLog::append(const std::string& lines) {
-  const off_t end_before = ::lseek(file_.get(), 0, SEEK_END);
-  try {
-    write_fully(file_.get(), as_bytes(end_before == 0 && !first_.empty() ? first_ + lines : lines), path_);
-  } catch (const Error&) {
-    // A full disk may have taken half of the line; where that cannot be undone truncate_after will.
-    if (end_before == -1 || ::ftruncate(file_.get(), end_before) == -1) throw;
-    throw;
-  }
-}
-
-void MetricsLog::write(const ordered_json& record) {
-  const std::lock_guard lock(mutex_);
-  follow_path();
-  append(line_of(record));
-}
-
-void MetricsLog::write_first(const ordered_json& record) {
-  write(record);
-  const std::lock_guard lock(mutex_);
-  first_ = line_of(record);
-}
-
-void MetricsLog::sync() {
-  const std::lock_guard lock(mutex_);
-  // EINVAL: nothing that could be made durable, as /dev/null.
-  if (::fdatasync(file_.get()) == -1 && errno != EINVAL) throw_io_error("sync", path_, errno);
-}
-
-namespace {
-
 // How many bytes from the end are looked at, and more up to a record of training of an earlier step: what is before
 // was looked at by an earlier start, and the file of a long run takes a minute to parse.
 constexpr int64_t kLooked = int64_t{16} << 20;
@@ -183,6 +128,57 @@ class MetricsEnd {
 };
 
 }  // namespace
+
+std::string evaluated(const json& record) {
+  const auto text = [&](const char* key) {
+    const auto found = record.find(key);
+    return found != record.end() && found->is_string() ? found->get<std::string>() : "";
+  };
+  const std::string kind = text("kind");
+  if (kind == "eval") return "data.eval";
+  if (kind == "eval_set") return "set " + text("set");
+  return kind == "task" ? "task " + text("task") : "";
+}
+
+MetricsLog::MetricsLog(std::string path, const RunLock* lock)
+    : path_(std::move(path)), lock_(lock), file_(open_for_adding(path_)) {}
+
+void MetricsLog::follow_path() {
+  if (is_at(file_.get(), path_)) return;
+  if (lock_ != nullptr) lock_->require_ours();
+  file_ = open_for_adding(path_);
+  log_warning("{}: was removed, moved or replaced during the run; further records go to a new file of this name",
+              path_);
+}
+
+void MetricsLog::append(const std::string& lines) {
+  const off_t end_before = ::lseek(file_.get(), 0, SEEK_END);
+  try {
+    write_fully(file_.get(), as_bytes(end_before == 0 && !first_.empty() ? first_ + lines : lines), path_);
+  } catch (const Error&) {
+    // A full disk may have taken half of the line; where that cannot be undone truncate_after will.
+    if (end_before == -1 || ::ftruncate(file_.get(), end_before) == -1) throw;
+    throw;
+  }
+}
+
+void MetricsLog::write(const ordered_json& record) {
+  const std::lock_guard lock(mutex_);
+  follow_path();
+  append(line_of(record));
+}
+
+void MetricsLog::write_first(const ordered_json& record) {
+  write(record);
+  const std::lock_guard lock(mutex_);
+  first_ = line_of(record);
+}
+
+void MetricsLog::sync() {
+  const std::lock_guard lock(mutex_);
+  // EINVAL: nothing that could be made durable, as /dev/null.
+  if (::fdatasync(file_.get()) == -1 && errno != EINVAL) throw_io_error("sync", path_, errno);
+}
 
 MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_t step,
                                                  const std::set<std::string>& made_again) {

@@ -22,6 +22,14 @@ std::string memory_text(int64_t bytes) {
 
 constexpr int64_t kLeastShown = 50'000;  // bytes: what is less would be 0.0 MB
 
+std::string describe_bad_step(const StepReport& report, const Config& config) {
+  return fmt::format(
+      "step {}: loss {} and gradient norm {} are not both finite{}; batch: epoch {}, sequences {} to {} of its order",
+      report.step, report.loss, report.grad_norm,
+      report.culprit.empty() ? "" : fmt::format(" (first bad gradient: {})", report.culprit), report.data.epoch,
+      report.data.consumed, report.data.consumed + config.training.global_batch_size - 1);
+}
+
 }  // namespace
 
 void log_model(const TrainingRun& run, const ModelSpeed& speed) {
@@ -75,18 +83,6 @@ void log_removals(const CheckpointConfig& config) {
       "or set checkpoint.keep=0",
       config.keep, found, config.folder);
 }
-
-namespace {
-
-std::string describe_bad_step(const StepReport& report, const Config& config) {
-  return fmt::format(
-      "step {}: loss {} and gradient norm {} are not both finite{}; batch: epoch {}, sequences {} to {} of its order",
-      report.step, report.loss, report.grad_norm,
-      report.culprit.empty() ? "" : fmt::format(" (first bad gradient: {})", report.culprit), report.data.epoch,
-      report.data.consumed, report.data.consumed + config.training.global_batch_size - 1);
-}
-
-}  // namespace
 
 // A model whose steps are not finite so often has diverged.
 constexpr int64_t kMostSkippedSteps = 10;

@@ -30,10 +30,6 @@ bool is_finished_evaluation(const std::string& kind, const json& record) {
   return (kind == "eval" || kind == "eval_set") && loss != record.end() && loss->is_number();
 }
 
-}  // namespace
-
-namespace {
-
 // Takes lines from the last to the first. What is before the newest record of an earlier step tells only of starts,
 // and of the file of a long run nothing else is parsed.
 class HistoryReader {

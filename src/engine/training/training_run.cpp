@@ -24,6 +24,12 @@ void round_to_bf16(std::vector<float>& values) {
   });
 }
 
+// A step without targets has a loss and gradients of 0, whatever the others have.
+StepLimits step_limits(const StepReport& report) {
+  if (report.num_targets == 0) return {};
+  return {report.limits.loss * static_cast<double>(report.num_targets), report.limits.grad_norm};
+}
+
 }  // namespace
 
 TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& communicator)
@@ -314,16 +320,6 @@ TaskResult TrainingRun::evaluate(const EvalTask& task, const BeforeEvaluationBat
       {config_.training.micro_batch_size, config_.data.sequence_length, false, config_.data.images_per_sequence},
       config_.evaluation.task_documents, communicator_, evaluation_batch(before_each));
 }
-
-namespace {
-
-// A step without targets has a loss and gradients of 0, whatever the others have.
-StepLimits step_limits(const StepReport& report) {
-  if (report.num_targets == 0) return {};
-  return {report.limits.loss * static_cast<double>(report.num_targets), report.limits.grad_norm};
-}
-
-}  // namespace
 
 void TrainingRun::describe_update(StepReport& report, int64_t update) const {
   report.learning_rate = learning_rate(config_.optimizer, config_.training.steps, report.step);

@@ -45,6 +45,16 @@ void prefer_near_memory(void* data, int64_t bytes) {
   ::syscall(SYS_mbind, data, static_cast<size_t>(bytes), MPOL_PREFERRED, nodes.data(), kWords * kBitsOfWord, 0UL);
 }
 
+constexpr const char* kIn = "copy from host memory";
+constexpr const char* kOut = "copy to host memory";
+
+void queue_copies(const std::vector<HostStream::Copy>& copies, cudaStream_t stream, const char* what) {
+  for (const HostStream::Copy& copy : copies) {
+    check(cudaMemcpyAsync(copy.target, copy.source, static_cast<size_t>(copy.bytes), cudaMemcpyDefault, stream),
+          what);
+  }
+}
+
 }  // namespace
 
 bool wait_for_host_room(int64_t bytes, const std::atomic<bool>& given_up) {
@@ -103,20 +113,6 @@ void PinnedMemory::make_pages() {
     });
   }
 }
-
-namespace {
-
-constexpr const char* kIn = "copy from host memory";
-constexpr const char* kOut = "copy to host memory";
-
-void queue_copies(const std::vector<HostStream::Copy>& copies, cudaStream_t stream, const char* what) {
-  for (const HostStream::Copy& copy : copies) {
-    check(cudaMemcpyAsync(copy.target, copy.source, static_cast<size_t>(copy.bytes), cudaMemcpyDefault, stream),
-          what);
-  }
-}
-
-}  // namespace
 
 CudaHostStream::CudaHostStream(cudaStream_t stream, size_t num_slots)
     : stream_(stream), loaded_(num_slots), saved_(num_slots) {

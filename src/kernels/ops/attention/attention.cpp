@@ -57,6 +57,35 @@ double attention_flop(const Args& a) {
   return 4.0 * elements * (W - W * W / (2.0 * S));
 }
 
+// Checks that both ops have in common.
+template <typename Args>
+void check_cached(std::string_view op, const Args& a) {
+  const int64_t T = a.qkv.dim[0], width = a.qkv.dim[1], H = a.num_heads, Hkv = a.num_kv_heads;
+  if (H <= 0 || Hkv <= 0 || H % Hkv != 0) {
+    throw_internal("{}: {} query heads do not share {} key/value heads evenly", op, H, Hkv);
+  }
+  check_tensor(op, "qkv", a.qkv, {T, width}, {DType::kF32, DType::kBF16});
+  if (width % (H + 2 * Hkv) != 0) {
+    throw_internal("{}: qkv is {}, wanted a multiple of {} + 2 * {} columns", op, describe(a.qkv), H, Hkv);
+  }
+  check_tensor(op, "cache", a.cache, {a.cache.dim[0], a.cache.dim[1], width / (H + 2 * Hkv) * 2 * Hkv},
+               {a.qkv.dtype});
+  check_tensor(op, "slot", a.slot, {T}, {DType::kI32});
+  check_tensor(op, "position", a.position, {T}, {DType::kI32});
+}
+
+void check_heads(const char* op, const TensorView& x, const TensorView& parts, int64_t num_heads,
+                 int64_t num_kv_heads) {
+  const int64_t B = parts.dim[0], C = parts.dim[1], L = parts.dim[2], w = parts.dim[3];
+  check_tensor(op, "parts", parts, {B, C, L, w}, {DType::kF32, DType::kBF16});
+  check_tensor(op, "x", x, {B * L, C * w}, {parts.dtype});
+  const int64_t heads = num_heads + 2 * num_kv_heads;
+  const bool divide = C > 0 && num_heads > 0 && num_kv_heads >= 0 && num_heads % C == 0 && num_kv_heads % C == 0;
+  if (divide && C * w % heads == 0) return;
+  throw_internal("{}: {} columns of {} query heads and {} key/value heads do not divide into {} parts", op, C * w,
+                 num_heads, num_kv_heads, C);
+}
+
 }  // namespace
 
 void attention_forward(Device& device, const AttentionForward& a) {
@@ -114,27 +143,6 @@ OpCost cost_of(const AttentionStatistics& a) {
 }
 int64_t workspace_of(const AttentionStatistics&) { return cuda::kAttentionStatisticsWorkspaceBytes; }
 
-namespace {
-
-// Checks that both ops have in common.
-template <typename Args>
-void check_cached(std::string_view op, const Args& a) {
-  const int64_t T = a.qkv.dim[0], width = a.qkv.dim[1], H = a.num_heads, Hkv = a.num_kv_heads;
-  if (H <= 0 || Hkv <= 0 || H % Hkv != 0) {
-    throw_internal("{}: {} query heads do not share {} key/value heads evenly", op, H, Hkv);
-  }
-  check_tensor(op, "qkv", a.qkv, {T, width}, {DType::kF32, DType::kBF16});
-  if (width % (H + 2 * Hkv) != 0) {
-    throw_internal("{}: qkv is {}, wanted a multiple of {} + 2 * {} columns", op, describe(a.qkv), H, Hkv);
-  }
-  check_tensor(op, "cache", a.cache, {a.cache.dim[0], a.cache.dim[1], width / (H + 2 * Hkv) * 2 * Hkv},
-               {a.qkv.dtype});
-  check_tensor(op, "slot", a.slot, {T}, {DType::kI32});
-  check_tensor(op, "position", a.position, {T}, {DType::kI32});
-}
-
-}  // namespace
-
 void cache_append(Device& device, const CacheAppend& a) {
   check_cached("cache_append", a);
   if (a.qkv.numel() == 0) return;
@@ -170,22 +178,6 @@ int64_t workspace_of(const AttentionDecode& a) {
   const int64_t D = a.qkv.dim[1] / (a.num_heads + 2 * a.num_kv_heads);
   return cuda::attention_decode_workspace_bytes(a.qkv.dim[0], a.num_heads, D, most_keys(a));
 }
-
-namespace {
-
-void check_heads(const char* op, const TensorView& x, const TensorView& parts, int64_t num_heads,
-                 int64_t num_kv_heads) {
-  const int64_t B = parts.dim[0], C = parts.dim[1], L = parts.dim[2], w = parts.dim[3];
-  check_tensor(op, "parts", parts, {B, C, L, w}, {DType::kF32, DType::kBF16});
-  check_tensor(op, "x", x, {B * L, C * w}, {parts.dtype});
-  const int64_t heads = num_heads + 2 * num_kv_heads;
-  const bool divide = C > 0 && num_heads > 0 && num_kv_heads >= 0 && num_heads % C == 0 && num_kv_heads % C == 0;
-  if (divide && C * w % heads == 0) return;
-  throw_internal("{}: {} columns of {} query heads and {} key/value heads do not divide into {} parts", op, C * w,
-                 num_heads, num_kv_heads, C);
-}
-
-}  // namespace
 
 void split_heads(Device& device, const SplitHeads& a) {
   check_heads("split_heads", a.x, a.parts, a.num_heads, a.num_kv_heads);
