@@ -20,8 +20,7 @@ class CollectiveCounter {
    public:
     explicit Span(CollectiveCounter& counter) : counter_(counter) { counter_.reached_.fetch_add(1); }
     ~Span() { counter_.finished_.fetch_add(1); }
-    Span(const Span&) = delete;
-    Span& operator=(const Span&) = delete;
+    Span& operator=(Span&&) = delete;
 
    private:
     CollectiveCounter& counter_;

@@ -73,8 +73,7 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
     watchdog_.probe(this);
   }
   ~NcclCommunicator() override;
-  NcclCommunicator(const NcclCommunicator&) = delete;
-  NcclCommunicator& operator=(const NcclCommunicator&) = delete;
+  NcclCommunicator& operator=(NcclCommunicator&&) = delete;
 
   int rank() const override { return hosts_.rank(); }
   int size() const override { return hosts_.size(); }

@@ -85,8 +85,7 @@ class BlockReadAhead {
  public:
   BlockReadAhead(const std::vector<VerifiedFile>& files, std::vector<BlockRange> ranges);
   ~BlockReadAhead();
-  BlockReadAhead(const BlockReadAhead&) = delete;
-  BlockReadAhead& operator=(const BlockReadAhead&) = delete;
+  BlockReadAhead& operator=(BlockReadAhead&&) = delete;
 
   // The bytes of the next range, valid until the next call. Throws the error of reading it; it was then the last.
   ByteSpan next();

@@ -163,8 +163,7 @@ class DraftFolder {
  public:
   // Throws Error(kBadInput) if `path` exists: nothing is ever overwritten; or if another command writes the same.
   explicit DraftFolder(std::string path);
-  DraftFolder(const DraftFolder&) = delete;
-  DraftFolder& operator=(const DraftFolder&) = delete;
+  DraftFolder& operator=(DraftFolder&&) = delete;
   ~DraftFolder();  // removes what was not published
 
   std::string operator/(const std::string& name) const { return draft_ + "/" + name; }

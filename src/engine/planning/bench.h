@@ -61,8 +61,7 @@ class SyntheticTokens {
  public:
   explicit SyntheticTokens(const Config& config);
   ~SyntheticTokens();
-  SyntheticTokens(const SyntheticTokens&) = delete;
-  SyntheticTokens& operator=(const SyntheticTokens&) = delete;
+  SyntheticTokens& operator=(SyntheticTokens&&) = delete;
 
   // `config` with this file to train on and nothing else that touches a disk. Documents are separate only where an
   // id ends them.

@@ -17,8 +17,7 @@ class ProductScratch {
   // For each of `products`, with the workspace that they take, which becomes the device's.
   ProductScratch(Device& device, const std::vector<Gemm>& products);
   ~ProductScratch();
-  ProductScratch(const ProductScratch&) = delete;
-  ProductScratch& operator=(const ProductScratch&) = delete;
+  ProductScratch& operator=(ProductScratch&&) = delete;
 
   // The product with its tensors here, which are aligned as they were.
   Gemm place(Gemm a) const;

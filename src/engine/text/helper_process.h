@@ -18,8 +18,7 @@ class HelperProcess {
  public:
   // `command` is the program, found along PATH, and its arguments. Throws Error(kBadInput) if it cannot be started.
   explicit HelperProcess(const std::vector<std::string>& command);
-  HelperProcess(const HelperProcess&) = delete;
-  HelperProcess& operator=(const HelperProcess&) = delete;
+  HelperProcess& operator=(HelperProcess&&) = delete;
   ~HelperProcess();  // waits for its end, and kills it if it takes longer than a second
 
   // `line` has no line end.

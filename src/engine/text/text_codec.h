@@ -11,8 +11,7 @@ namespace parka {
 class TextCodec {
  public:
   TextCodec() = default;
-  TextCodec(const TextCodec&) = delete;
-  TextCodec& operator=(const TextCodec&) = delete;
+  TextCodec& operator=(TextCodec&&) = delete;
   virtual ~TextCodec() = default;
 
   // The tokens before which a continuation ends.

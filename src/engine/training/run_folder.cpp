@@ -109,8 +109,7 @@ bool turns_up(const std::string& folder, const std::string& name, std::chrono::m
 class MarkFile {
  public:
   explicit MarkFile(std::string path) : path_(std::move(path)) { OutputFile(path_).close(); }
-  MarkFile(const MarkFile&) = delete;
-  MarkFile& operator=(const MarkFile&) = delete;
+  MarkFile& operator=(MarkFile&&) = delete;
   ~MarkFile() {
     std::error_code ignored;
     fs::remove(path_, ignored);

@@ -19,8 +19,7 @@ class RunLock {
   // Throws Error(kBadInput) if another process holds the lock. On a file system without locks it warns and
   // continues.
   RunLock(std::string folder, Role role);
-  RunLock(const RunLock&) = delete;
-  RunLock& operator=(const RunLock&) = delete;
+  RunLock& operator=(RunLock&&) = delete;
   ~RunLock();
 
   // Throws Error(kIo) unless <folder>/lock is still the file of the start: otherwise the folder was moved or

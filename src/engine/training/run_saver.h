@@ -25,8 +25,7 @@ class RunSaver {
   RunSaver(TrainingRun& run, Communicator& communicator, const CheckpointConfig& config, SaveOptions options);
   // Waits for the present save. An error that nobody has seen yet goes to options.report.
   ~RunSaver();
-  RunSaver(const RunSaver&) = delete;
-  RunSaver& operator=(const RunSaver&) = delete;
+  RunSaver& operator=(RunSaver&&) = delete;
 
   // From here on memory to save asynchronously is made ready; otherwise the first save does that, and waits for it.
   // Only once the run has its weights: of a run beside a base less is saved.

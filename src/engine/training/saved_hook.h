@@ -21,8 +21,7 @@ class SavedHook {
   SavedHook(const CheckpointConfig& config, Communicator& communicator);
   // Without a finish() before it, a command that runs goes on by itself, and what waits has no turn.
   ~SavedHook();
-  SavedHook(const SavedHook&) = delete;
-  SavedHook& operator=(const SavedHook&) = delete;
+  SavedHook& operator=(SavedHook&&) = delete;
 
   // `path` is {path} in the command, as one word of a shell. From any thread.
   void run(const std::string& path);

@@ -15,8 +15,7 @@ struct HostMemory {
   HostMemory(Device& device_, int64_t bytes)
       : device(device_), memory(bytes > 0 ? static_cast<std::byte*>(device.allocate_host(bytes)) : nullptr) {}
   ~HostMemory() { device.release_host(memory); }
-  HostMemory(const HostMemory&) = delete;
-  HostMemory& operator=(const HostMemory&) = delete;
+  HostMemory& operator=(HostMemory&&) = delete;
 
   Device& device;
   std::byte* memory;
@@ -43,8 +42,7 @@ class Arena {
     device.fill_zero(memory_, plan.total_bytes());
   }
   ~Arena() { source_.release(memory_); }
-  Arena(const Arena&) = delete;
-  Arena& operator=(const Arena&) = delete;
+  Arena& operator=(Arena&&) = delete;
 
   // The tensor's view; an empty view for an id that is not valid().
   TensorView operator[](TensorId id) const {

@@ -72,8 +72,7 @@ class Preference {
  public:
   Preference() { check(PARKA_CUBLASLT(cublasLtMatmulPreferenceCreate)(&preference_), "gemm"); }
   ~Preference() { PARKA_CUBLASLT(cublasLtMatmulPreferenceDestroy)(preference_); }
-  Preference(const Preference&) = delete;
-  Preference& operator=(const Preference&) = delete;
+  Preference& operator=(Preference&&) = delete;
   template <typename T>
   void set(cublasLtMatmulPreferenceAttributes_t attribute, const T& value) {
     check(PARKA_CUBLASLT(cublasLtMatmulPreferenceSetAttribute)(preference_, attribute, &value, sizeof(value)),

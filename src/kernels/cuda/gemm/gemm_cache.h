@@ -17,8 +17,7 @@ class PreparedGemm {
   // Of a product that suits cuBLASLt.
   explicit PreparedGemm(const Gemm& a);
   ~PreparedGemm();
-  PreparedGemm(const PreparedGemm&) = delete;
-  PreparedGemm& operator=(const PreparedGemm&) = delete;
+  PreparedGemm& operator=(PreparedGemm&&) = delete;
 
   // The library's candidates for operands aligned as those of `a`, its favourite first; none for what it does not
   // support.

@@ -58,8 +58,7 @@ class Stopwatch {
     cudaEventDestroy(begin_);
     cudaEventDestroy(end_);
   }
-  Stopwatch(const Stopwatch&) = delete;
-  Stopwatch& operator=(const Stopwatch&) = delete;
+  Stopwatch& operator=(Stopwatch&&) = delete;
 
   // Seconds per run, of `count` runs in a row.
   template <typename Run>

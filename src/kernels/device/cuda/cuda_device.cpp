@@ -50,8 +50,7 @@ class Event {
     check(cudaEventCreateWithFlags(&event_, flags), "event");
   }
   ~Event() { cudaEventDestroy(event_); }
-  Event(const Event&) = delete;
-  Event& operator=(const Event&) = delete;
+  Event& operator=(Event&&) = delete;
   operator cudaEvent_t() const { return event_; }
 
  private:

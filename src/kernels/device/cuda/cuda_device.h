@@ -23,8 +23,7 @@ class PinnedPool {
   };
   PinnedPool() = default;
   ~PinnedPool();
-  PinnedPool(const PinnedPool&) = delete;
-  PinnedPool& operator=(const PinnedPool&) = delete;
+  PinnedPool& operator=(PinnedPool&&) = delete;
 
   Memory take(int64_t bytes);  // at least as many
   void give_back(const Memory& memory) { free_.push_back(memory); }
@@ -38,8 +37,7 @@ class KeptByOps {
  public:
   KeptByOps() = default;
   virtual ~KeptByOps() = default;
-  KeptByOps(const KeptByOps&) = delete;
-  KeptByOps& operator=(const KeptByOps&) = delete;
+  KeptByOps& operator=(KeptByOps&&) = delete;
 };
 
 // One GPU: a stream in whose order all work runs, the workspace that ops share, and pinned memory through which

@@ -20,8 +20,7 @@ class PinnedMemory {
   // Throws Error(kBadInput) naming the size when the host has too little, or does not pin it.
   explicit PinnedMemory(int64_t bytes);
   ~PinnedMemory();
-  PinnedMemory(const PinnedMemory&) = delete;
-  PinnedMemory& operator=(const PinnedMemory&) = delete;
+  PinnedMemory& operator=(PinnedMemory&&) = delete;
 
   void* data() const { return data_; }
 
@@ -38,8 +37,7 @@ class CudaHostStream final : public HostStream {
   // `stream` is the device's own.
   CudaHostStream(cudaStream_t stream, size_t num_slots);
   ~CudaHostStream() override;
-  CudaHostStream(const CudaHostStream&) = delete;
-  CudaHostStream& operator=(const CudaHostStream&) = delete;
+  CudaHostStream& operator=(CudaHostStream&&) = delete;
 
   void follow_device() override;
   void load(size_t slot, const std::vector<Copy>& copies) override;

@@ -23,8 +23,7 @@ class CudaStaging final : public StagingBuffer {
   // `stream` is the device's own.
   CudaStaging(int ordinal, cudaStream_t stream, int64_t bytes);
   ~CudaStaging() override;
-  CudaStaging(const CudaStaging&) = delete;
-  CudaStaging& operator=(const CudaStaging&) = delete;
+  CudaStaging& operator=(CudaStaging&&) = delete;
 
   const std::string& failure() override;
   void begin(const std::vector<TensorView>& tensors) override;
