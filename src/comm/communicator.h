@@ -16,13 +16,11 @@ class Device;
 enum class Reduction { kSum, kMax };
 
 // Collective operations of the ranks of a run. All ranks must call the same ones, in the same order and with the
-// same sizes, also those of groups. If a rank does not, the others wait, and the watchdog (comm/launch/watchdog.h)
-// names it.
+// same sizes, also those of groups. If a rank does not, the others wait, and the watchdog names it.
 //
-// Collectives on tensors are queued in order, after the work that the device has queued by then. The device's
-// later work overlaps with them until it wait()s. On the CPU they are done when the call returns. Reducing the same
-// values over the same number of ranks gives the same bits. Collectives cannot be part of what Device::replay()
-// records.
+// Collectives on tensors are queued in order, after the work that the device has queued by then. The device's later
+// work overlaps with them until it wait()s. On the CPU they are done when the call returns. The same values over as
+// many ranks give the same bits. Device::replay() cannot record collectives.
 class Communicator {
  public:
   virtual ~Communicator() = default;
@@ -30,8 +28,7 @@ class Communicator {
   virtual int size() const = 0;
   virtual std::string description() const = 0;  // "4 ranks over MPI", "8 GPUs over NCCL 2.28.3"
 
-  // Divides the ranks as `mesh` says. All ranks call it, at most once, before the first collective. Until then all
-  // ranks are one kShard group.
+  // Divides the ranks as `mesh` says; until then all are one kShard group. All call it before the first collective.
   void divide(const Mesh& mesh);
   Mesh mesh() const { return mesh_.value_or(Mesh(rank(), size())); }
   int size_of(Peers peers) const { return mesh().size(peers); }
@@ -57,8 +54,7 @@ class Communicator {
   // between nodes, and where tensors do not lie as allocate() and set_exchange_buffer() say.
   virtual void reduce_scatter(Device& device, const TensorView& in, const TensorView& out, Peers peers,
                               Accumulation accumulation = Accumulation::kBegin) = 0;
-  // out [size * n] = `in` [n] of all peers one after the other, in any format. `in` may be this rank's own shard of
-  // `out`.
+  // out [size * n] = `in` [n] of all peers one after the other, in any format. `in` may be its place in `out`.
   virtual void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
   // out [rows, size * columns] = `in` [rows, columns] of all peers side by side, in any format; `in` and `out` must
   // not overlap. On GPUs it needs as many bytes of set_exchange_buffer() as `out` has, unless `out` lies in

@@ -5,8 +5,7 @@
 
 #include "comm/communicator.h"
 
-// All that the rest of src/comm uses of NCCL and CUDA. no_nccl.cpp and no_cuda.cpp replace it in builds without
-// them.
+// All that the rest of src/comm uses of NCCL and CUDA. Builds without them have no_nccl.cpp and no_cuda.cpp.
 namespace parka {
 class Watchdog;
 
@@ -15,9 +14,8 @@ std::string gpu_pci_bus_id(int ordinal);
 
 bool built_with_nccl();
 std::string nccl_version();  // "2.28.3"; empty without NCCL
-// Collectives on the GPUs of all ranks of `agreement`, one GPU per rank. All ranks must call it together. `host_of`
-// has for each rank what its host alone has; `device` is this rank's. `agreement`, `device` and `watchdog` must
-// outlive the result.
+// Collectives on the GPUs of all ranks of `agreement`, one each. All ranks must call it together. `host_of` has for
+// each rank what its host alone has; `device` is this rank's. All arguments but `host_of` must outlive the result.
 std::unique_ptr<Communicator> make_nccl_communicator(Communicator& agreement, std::vector<std::string> host_of,
                                                      Device& device, Watchdog& watchdog);
 

@@ -14,8 +14,7 @@ struct RecordedCollective {
   Kind kind;
   int64_t bytes;  // of the whole tensor, all ranks' pieces together; kAllToAll: of one rank's `in`
   Peers peers;
-  // kReduceScatter through an exchange buffer: bytes that a rank reads and writes to add up the pieces that the
-  // others have put there.
+  // kReduceScatter through an exchange buffer: bytes that a rank reads and writes to add up the others' pieces.
   int64_t summed_bytes = 0;
 
   bool operator==(const RecordedCollective&) const = default;
@@ -28,8 +27,7 @@ struct RecordedWait {
   bool operator==(const RecordedWait&) const = default;
 };
 
-// A rank without the others. Collectives check their tensors and are told to a function; they move nothing. The
-// other ranks say the same as this one.
+// A rank without the others, which say the same. Collectives check their tensors and tell a function.
 class RecordingCommunicator final : public Communicator {
  public:
   // The functions are told of calls in their order; empty ones are not called.

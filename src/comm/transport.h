@@ -38,13 +38,11 @@ class Transport {
   virtual void finish() = 0;
 };
 
-// All that the rest of src/comm uses of MPI: mpi_transport.cpp alone includes the system's header. no_mpi.cpp
-// replaces it in builds without MPI.
+// All that the rest of src/comm uses of MPI, whose header mpi_transport.cpp alone includes; else no_mpi.cpp.
 bool built_with_mpi();
 std::string mpi_library();  // "Open MPI v4.1.4"; empty without MPI. May be called before MPI_Init
 // Joins the ranks that MPI's launcher started (MPI_Init), at most once in a process. Only the calling thread may
-// use MPI from now on. If MPI_Init takes longer than the limit the process ends with kRankLost. `rank` is for
-// messages.
+// use MPI from now on. A process in which it takes longer than the limit ends with kRankLost, naming `rank`.
 std::unique_ptr<Transport> join_over_mpi(int rank, const WaitTimes& times);
 
 }  // namespace parka

@@ -2,8 +2,7 @@
 
 namespace parka {
 
-// A sum overwrites its output, or adds to it: gradients over the micro-batches of a step, and reductions over
-// ranks.
+// A sum overwrites its output, or adds to it: gradients over a step's micro-batches, reductions over ranks.
 enum class Accumulation {
   kBegin,     // overwrites: the output may hold anything
   kContinue,  // adds to the old value

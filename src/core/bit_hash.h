@@ -33,8 +33,7 @@ PARKA_HOST_DEVICE constexpr uint64_t mix_hash(uint64_t z) {
 // The term of w[i] is mix_hash(w[i] ^ hash_place(i)).
 PARKA_HOST_DEVICE constexpr uint64_t hash_place(uint64_t i) { return i * kHashStep + kHashStart; }
 
-// The hash of bytes that begin at byte `first_byte` of the whole, a multiple of 8. No bytes: 0. Uses the calling
-// thread only; any thread may call it.
+// The hash of bytes that begin at byte `first_byte` of the whole, a multiple of 8. No bytes: 0. For any thread.
 uint64_t bit_hash_of(std::span<const std::byte> bytes, uint64_t first_byte = 0);
 
 }  // namespace parka

@@ -36,8 +36,7 @@ struct RealRange {
 // A text field admits the empty text too.
 struct MayBeEmpty {};
 
-// The effects of another value of a field. A field without effects does not compile: comparisons of configs go by
-// them alone.
+// The effects of another value of a field. Comparisons of configs go by them, so a field without does not compile.
 enum class Effects : uint8_t {};
 inline constexpr Effects kNoEffect{0};
 inline constexpr Effects kHashed{1};             // the numbers that a run computes: part of config_hash()

@@ -9,8 +9,7 @@
 // lie in a byte, the first in the high half; after an odd number of elements the low half holds the code of zero.
 namespace parka {
 
-// kNf4: quantiles of the normal distribution, in rising order. kFp4: a sign in bit 3, and in the others one of
-// eight magnitudes, not in rising order.
+// kNf4: quantiles of the normal distribution, ascending. kFp4: a sign in bit 3, and eight magnitudes in any order.
 enum class Format4Bit : uint8_t { kNf4, kFp4 };
 
 using Values4Bit = std::array<float, 16>;
@@ -37,8 +36,7 @@ inline const Values4Bit& values_of(Format4Bit format) {
   return format == Format4Bit::kNf4 ? kNf4Values : kFp4Values;
 }
 
-// The code of the value nearest to t, in [-1, 1] but for a rounding: how many of the midpoints between values, in
-// fp32 with ties to even, are below t.
+// The code of the value nearest to t, in about [-1, 1]: the number of midpoints between values, as fp32, below t.
 PARKA_HOST_DEVICE inline uint32_t encode_nf4(float t) {
   return (t > -0x1.b239bp-1f) + (t > -0x1.38a4ep-1f) + (t > -0x1.d709p-2f) + (t > -0x1.5bd4ecp-2f) +
          (t > -0x1.e079d8p-3f) + (t > -0x1.1a7178p-3f) + (t > -0x1.74f0e2p-5f) + (t > 0x1.45f5fep-5f) +

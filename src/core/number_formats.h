@@ -63,9 +63,8 @@ PARKA_HOST_DEVICE inline BFloat16 encode_bf16_round_up(float x) {
   return {static_cast<uint16_t>(is_nan ? 0x7fffu : (u + 0xffffu) >> 16)};
 }
 
-// Stochastic rounding: rounds away from zero with probability equal to the discarded fraction, decided by
-// the low 16 bits of `random`. Infinities stay (they discard nothing); a finite x may round to infinity only past
-// bfloat16's largest value.
+// Stochastic rounding: rounds away from zero with probability equal to the discarded fraction, decided by the low
+// 16 bits of `random`. Infinities stay; a finite x may become one only past bfloat16's largest value.
 PARKA_HOST_DEVICE inline BFloat16 encode_bf16_stochastic(float x, uint32_t random) {
   const uint32_t u = std::bit_cast<uint32_t>(x);
   const bool is_nan = (u & ~detail::kSignBit) > detail::kInfinityBits;

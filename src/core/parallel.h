@@ -8,11 +8,10 @@
 
 namespace parka {
 
-// Calls body(begin, end) over chunks of [0, count) on all worker threads, and returns when all are done.
-// Chunks are `grain` long (the last may be shorter) for any number of threads, so a result that depends on the
-// chunk boundaries is the same on every machine. An exception in a chunk is rethrown here; of several, that of the
-// first chunk. Chunks after it may or may not have run. A nested call, from inside a body that runs in parallel,
-// runs inline.
+// Calls body(begin, end) over chunks of [0, count) on all worker threads, and returns when all are done. Chunks are
+// `grain` long (the last may be shorter) for any number of threads, so results do not depend on that. An exception
+// in a chunk is rethrown here; of several, that of the first chunk. Chunks after it may or may not have run. A
+// nested call, from inside a body that runs in parallel, runs inline.
 void parallel_for(int64_t count, int64_t grain, const std::function<void(int64_t, int64_t)>& body);
 
 // Number of threads that parallel_for uses: the option --threads, else the number of cores this process may use. If

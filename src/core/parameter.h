@@ -63,8 +63,7 @@ inline bool is_adapter(const ParameterInfo& p) {
   return p.role == ParameterRole::kAdapterIn || p.role == ParameterRole::kAdapterOut;
 }
 
-// Adapters beside the linear layers of blocks (LoRA): rows of a weight W become W + scale * B A, of which A and B
-// are trained and W is not.
+// Adapters beside the linear layers of blocks (LoRA): a frozen weight's rows W become W + scale * B A.
 struct LoraRules {
   int64_t rank = 0;  // 0: no adapters
   double scale = 1;

@@ -5,9 +5,8 @@
 
 #include "core/host_device.h"
 
-// Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as
-// 1, 2, 3" (SC 2011). A draw is a pure function of (seed, stream, index): it is the same on CPU and GPU,
-// in any order and with any number of threads and ranks.
+// Philox4x32-10, the counter-based generator of Salmon et al., "Parallel random numbers: as easy as 1, 2, 3" (SC
+// 2011). A draw is a pure function of (seed, stream, index): equal on CPU and GPU, in any order and division.
 namespace parka {
 
 PARKA_HOST_DEVICE inline std::array<uint32_t, 4> philox4x32(uint64_t seed, uint64_t stream, uint64_t index) {

@@ -10,8 +10,7 @@
 namespace parka {
 
 // Blocks that share two buffers in turn for the activations that they save. After a block's forward its activations
-// go to host memory, unless the buffer stays as it is until the block's backward, and come back while the blocks
-// between go backward.
+// go to host memory, unless the buffer stays as it is until its backward, and come back ahead of that.
 class ActivationOffload {
  public:
   // `offload_blocks` of num_blocks blocks go to the host; they and two more share the buffers, evenly spread over

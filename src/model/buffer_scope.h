@@ -14,8 +14,7 @@ namespace parka {
 // The category of the memory plan with what forward keeps for backward.
 inline constexpr const char* kSavedActivationsCategory = "saved activations";
 
-// The input of a linear layer, declared: in rows for the GEMM of forward, and transposed for the weight gradient
-// where GEMMs are FP8.
+// The input of a linear layer, declared: in rows for forward, and with FP8 transposed for the weight gradient.
 struct GemmInputIds {
   MatrixId row, transposed;
 };
@@ -66,8 +65,7 @@ class BufferScope {
   // The tokens of the batch and what comes with them.
   TensorId batch(const std::string& name, DType dtype, std::vector<int64_t> dims);
 
-  // `shared_scale` is that of the other copy, in rows or transposed, of a matrix with one scale (kTensor); other
-  // scalings have their own.
+  // `shared_scale` is that of the other copy, in rows or transposed, of a kTensor matrix; others have their own.
   TensorId workspace(const std::string& name, DType dtype, std::vector<int64_t> dims, PhaseMask phases);
   MatrixId workspace(const std::string& name, const Format& format, int64_t rows, int64_t cols, PhaseMask phases,
                      TensorId shared_scale = {});

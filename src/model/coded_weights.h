@@ -26,8 +26,7 @@ struct CodeTensor {
 // 64 elements of the flat weight, scales in 8 bits, 0.516 bytes for an element.
 class CodedWeights {
  public:
-  // Declares category "coded weights", and the buffer ("workspace"), which is alive in `buffer_phases`. Nothing
-  // where no weight is coded.
+  // Declares category "coded weights", and the buffer ("workspace"), alive in `buffer_phases`, if any is coded.
   CodedWeights(const std::vector<ParameterInfo>& parameters, DType compute, PhaseMask buffer_phases,
                MemoryPlan& plan);
   void bind(const Arena& arena);
@@ -58,8 +57,7 @@ class CodedWeights {
   TensorView map_;     // dynamic_map()
 };
 
-// The values that a weight has once it is coded: rounded to the compute format, encoded and decoded on the CPU as a
-// run of this precision does.
+// The values of a weight once it is coded: rounded to the compute format, encoded and decoded on the CPU.
 std::vector<float> coded_values(const ParameterInfo& parameter, BaseFormat base, const PrecisionConfig& precision,
                                 std::span<const float> values);
 

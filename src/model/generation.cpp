@@ -4,8 +4,7 @@
 #include "kernels/ops/elementwise/embedding.h"
 #include "model/pass.h"
 
-// Generation with a cache: Model's part of it, and what loading a batch does differently. Attention has its own in
-// layers/attention_cache.cpp.
+// Generation with a cache: Model's part of it, and how it loads a batch. See also layers/attention_cache.cpp.
 namespace parka {
 
 void Model::declare_cache(const CacheShape& shape, MemoryPlan& plan) {

@@ -15,8 +15,7 @@ struct CacheShape {
 
 // The keys and values of sequences that are being generated, and what a pass needs to add a token to each.
 struct KvCache {
-  // Declares ("kv cache") it in the compute format of `precision`; values that a recipe keeps in FP8 are what its
-  // codes decode to.
+  // Declares ("kv cache") it in the compute format, in which values that a recipe keeps in FP8 are decoded.
   KvCache(const ModelConfig& model, const PrecisionConfig& precision, const CacheShape& shape, MemoryPlan& plan);
 
   CacheShape shape;

@@ -7,9 +7,8 @@
 // The description of a micro-batch.
 namespace parka {
 
-// The number of tokens of one forward. Row t of an activation is position t % sequence_length of sequence
-// t / sequence_length. If ranks share sequences, these are slices of sequences: the one at place c among them
-// has the positions from c * sequence_length on.
+// The number of tokens of one forward. Row t of an activation is position t % sequence_length of sequence t /
+// sequence_length. In slices of sequences the c-th of the ranks has the positions from c * sequence_length on.
 struct BatchShape {
   int64_t num_sequences = 0;
   int64_t sequence_length = 0;

@@ -288,8 +288,7 @@ void Model::Pass::load_tokens(const StepContext& step, const Batch& batch) const
   images_->load(step, batch.pixels, batch.image_positions);
 }
 
-// Windows that are not shorter than the sequences leave what documents do: nothing, mostly, for which attention has
-// faster kernels.
+// Windows that are not shorter than the sequences leave what documents do, for which attention is faster.
 void Model::Pass::load_first_keys(StepContext& step, const int32_t* of_documents) const {
   const int64_t T = step.shape.num_whole_tokens(), S = step.shape.whole_length();
   const bool is_recorded = step.device.op_recorder() != nullptr;

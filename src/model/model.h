@@ -51,12 +51,10 @@ class Model {
     weights_.quantize(device);
   }
 
-  // From now on these are called as forward and backward go from unit to unit; null: nothing is. `hooks` must live
-  // as long as it is set.
+  // From now on these are called as forward and backward go from unit to unit, as long as `hooks` is set; or null.
   void set_hooks(UnitHooks* hooks);
 
-  // With shape().context_size > 1: the ranks that share each sequence, before the first batch. `context` must live
-  // as long as the model runs.
+  // The ranks that share each sequence, before the first batch. `context` must live as long as the model runs.
   void set_context(ContextExchange* context);
 
   // Tokens and targets of a batch on the host, num_tokens() each. targets[t] is the token that position t should
@@ -72,8 +70,7 @@ class Model {
     const int32_t* targets;
     BatchShape shape;
     const int32_t* first_keys = nullptr;
-    // With LoraRules::dropout: which step it is of, the place of its first sequence in the step's batch, and how
-    // far apart those of its sequences are.
+    // With LoraRules::dropout: the step, the place of its first sequence in the step's batch, and their distance.
     struct Place {
       int32_t step = 0, first_sequence = 0, stride = 1;
     };
@@ -124,8 +121,7 @@ class Model {
   // Starts the sequence of a slot anew with `tokens`; the logits of the token that follows them, fp32 [V].
   std::vector<float> prefill(Device& device, int64_t slot, const std::vector<int32_t>& tokens,
                              const SequenceImages& images = {});
-  // Adds a token to each of some sequences, at the position after their last; the logits of the tokens that
-  // follow, fp32 [next.size(), V].
+  // Adds a token to each of some sequences, after their last; the logits that follow, fp32 [next.size(), V].
   struct CachedToken {
     int32_t slot, position, token;
   };

@@ -13,8 +13,7 @@
 
 namespace parka {
 
-// A stack of blocks (layers/stack.h) has a name, with which the names of its parameters and buffers begin. The
-// decoder's is empty.
+// A stack of blocks has a name, with which the names of its parameters and buffers begin. The decoder's is empty.
 inline constexpr std::string_view kDecoder{};
 // The beginning of the names of block l's parameters: "blocks.3."
 std::string block_prefix(std::string_view stack, int64_t l);
@@ -88,8 +87,7 @@ class ParameterList {
                     std::initializer_list<Part> parts);
   // Parameters that are added from here on belong to the next unit.
   void begin_unit() { ++unit_; }
-  // For a weight whose `fan_in` inputs are summed into the residual stream after `depth` branches, or 0 if
-  // elsewhere. See initial_weight().
+  // For a weight whose `fan_in` inputs are summed into the residual stream after `depth` branches; 0: elsewhere.
   double initial_std(int64_t fan_in, double depth) const;
 
   std::vector<ParameterInfo> take() { return std::move(all_); }

@@ -40,8 +40,7 @@ class Model::Pass {
   void loss_and_backward(const StepContext& step, const LossOptions& options) const;
 
   // Like load(), for generation: row t is the token rows[t], and forward appends its keys and values to the cache.
-  // With `newest` each row is the newest token of a sequence, and attends to the cache; else the rows are one
-  // sequence from its beginning on.
+  // With `newest` each row is the newest token of a sequence, and attends to the cache; else they are one sequence.
   StepContext load_cached(Device& device, const Caches& caches, const std::vector<CachedToken>& rows,
                           const BatchShape& shape, bool newest, const SequenceImages& images) const;
 
@@ -74,8 +73,7 @@ class Model::Pass {
   std::optional<ImageEmbedding> images_;  // of a model with a tower
   std::optional<SideNetwork> side_;       // of a model that has one
   Head head_;
-  // [num_whole_tokens] int32 see AttentionForward: where documents may be separate; where a window is shorter than
-  // sequences.
+  // [num_whole_tokens] int32 see AttentionForward: of documents; of windows shorter than sequences.
   TensorId first_keys_, windowed_first_keys_;
   TensorId dropout_position_;  // [3] int32, in training with LoraRules::dropout
   SampleNeeds sample_needs_;

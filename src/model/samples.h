@@ -11,9 +11,8 @@ namespace parka {
 struct SampleNeeds;
 
 // The observer of what a micro-batch quantizes, and of its attention. Layers call it where codes have just been
-// made. Some originals are in memory there; the others exist within kernels only, and are computed again for the
-// first rows, in a buffer of telemetry's own, with the same ops, which then write plain numbers. Nothing that
-// layers read is written.
+// made. Some originals are in memory there; others are computed again for the first rows, by the same ops, in a
+// buffer of telemetry's own. Nothing that layers read is written.
 class Samples {
  public:
   Samples() = default;  // takes none
@@ -21,14 +20,12 @@ class Samples {
           const TensorView& ones)
       : rows_(rows), statistics_(statistics), attention_(attention), buffer_(buffer), ones_(ones) {}
 
-  // True if it observes what is quantized. Otherwise only add(), which does nothing, and add_attention() may be
-  // called.
+  // True if it observes what is quantized. Otherwise only add() and add_attention() may be called.
   bool active() const { return rows_ > 0 && !statistics_.empty(); }
   // Adds the statistics of how a block's tensor `q`, [T, C], was made of `x`, by its first rows; `x` may have only
   // these. Does nothing if `q` is not quantized.
   void add(Device& device, int64_t block, QuantizedTensor which, const TensorView& x, const ScaledView& q) const;
-  // Adds those of what the op has quantized: up | gate, as it was `projected`, act(gate) and the product; and the
-  // gradient of up | gate.
+  // Adds what the op has quantized: up | gate, as it was `projected`, act(gate), the product; or its gradient.
   void add(Device& device, int64_t block, const SwigluForward& a, const TensorView& projected) const;
   void add(Device& device, int64_t block, const SwigluBackward& a) const;
   // The same by all rows.

@@ -3,9 +3,8 @@
 namespace parka {
 class Device;
 
-// Called around the units of a model (ParameterInfo::unit) as forward and backward reach them: if weights or
-// gradients are divided over ranks, they are gathered and reduced here. The calls come in a fixed order, and
-// queue work on the device like ops do.
+// Called around the units of a model (ParameterInfo::unit) as forward and backward reach them: divided weights and
+// gradients are gathered and reduced here. The calls come in a fixed order, and queue work on the device.
 class UnitHooks {
  public:
   virtual ~UnitHooks() = default;

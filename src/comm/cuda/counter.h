@@ -5,8 +5,7 @@
 
 namespace parka::cuda {
 
-// Queues an increment of *counter, which is host memory that the GPU can access. Only one stream at a time may
-// increment a counter.
+// Queues an increment of *counter, host memory that the GPU can access. One stream increments a counter.
 void queue_count(uint64_t* counter, cudaStream_t stream);
 
 }  // namespace parka::cuda

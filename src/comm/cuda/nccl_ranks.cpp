@@ -284,8 +284,7 @@ bool NcclCommunicator::are_on_one_host(Peers peers) const {
   return true;
 }
 
-// Peers on one host that can access each other's memory get a window. Others get none: over a network NCCL's rings
-// send less.
+// Peers on one host with access to each other's memory get a window. Over a network NCCL's rings send less.
 void NcclCommunicator::open_windows() {
   if (memory_ == nullptr) return;
   std::byte* signals = static_cast<std::byte*>(memory_) + memory_bytes_;

@@ -13,8 +13,7 @@ namespace parka::cuda {
 // each other's memory with their GPUs' copy engines, which take no multiprocessors from other work. NCCL opens the
 // window, and its own all-gathers use it too.
 //
-// All ranks must make every call, in the same order. Throws Error(kInternal), or Error(kRankLost) when NCCL has
-// lost another rank.
+// All ranks make every call, in one order. Throws Error(kInternal), or Error(kRankLost) for a lost rank.
 class PeerWindow {
  public:
   // Bytes of the memory that the window reserves for signals. They must be zero before any rank opens it.
@@ -31,9 +30,8 @@ class PeerWindow {
   // `chunks` lies in the window's memory, at the same offset on every rank.
   void exchange(const std::byte* in, std::byte* chunks, int64_t chunk_bytes, cudaStream_t stream);
 
-  // Queues an all-gather of columns: afterwards `out` [rows, size * row_bytes] holds `in` [rows, row_bytes] of all
-  // ranks side by side, in the order of their places. `out` lies in the window's memory, at the same offset on
-  // every rank.
+  // Queues an all-gather of columns: `out` [rows, size * row_bytes] gets `in` [rows, row_bytes] of all ranks side
+  // by side, in the order of their places. `out` lies in the window's memory, at the same offset on every rank.
   void gather_columns(const std::byte* in, std::byte* out, int64_t rows, int64_t row_bytes, cudaStream_t stream);
 
   // Queues an all-to-all of each row: afterwards block p of a row of `out` [rows, size, block_bytes] is what the

@@ -1,5 +1,4 @@
-// The functions of fmt that its headers only declare, and the templates that they declare as instantiated
-// elsewhere.
+// The functions of fmt that its headers only declare, and the templates that they leave to one file.
 #include <fmt/format.h>
 
 #ifndef FMT_HEADER_ONLY

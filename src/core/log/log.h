@@ -3,9 +3,8 @@
 
 #include <fmt/format.h>
 
-// The log of a process: lines on stderr once log_to_stderr() was called, on stdout before. spdlog writes them; it
-// is behind this, as reading and instantiating its headers takes the compiler several seconds in each file. Any
-// thread may call any of it.
+// The log of a process: lines on stderr once log_to_stderr() was called, on stdout before. spdlog writes them; its
+// headers would take the compiler seconds in each file. Any thread may call any of it.
 namespace parka {
 
 enum class LogLevel { kInfo, kWarning, kError };

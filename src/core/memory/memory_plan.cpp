@@ -151,9 +151,8 @@ int64_t MemoryPlan::aligned(int64_t bytes) { return ceil_div(bytes, kAlignment) 
 
 void MemoryPlan::finish() {
   PARKA_REQUIRE(!finished());
-  // Tensors of all phases lie one after another. Then, likewise, those with the longest life among the others:
-  // there are hundreds of them (the saved activations of all blocks), with little to gain. The rest is packed by
-  // search.
+  // Tensors of all phases lie one after another. Then, likewise, those with the longest life among the others,
+  // hundreds of them with little to gain: saved activations. The rest is packed by search.
   PhaseMask longest = 0;
   for (const Entry& entry : entries_) {
     if (entry.phases != kAllPhases && std::popcount(entry.phases) > std::popcount(longest)) longest = entry.phases;

@@ -43,8 +43,7 @@ class MemoryPlan {
   TensorId add(std::string category, std::string name, DType dtype, std::vector<int64_t> shape,
                PhaseMask phases = kAllPhases, MemoryPlace place = MemoryPlace::kDevice);
 
-  // Declares `bytes` of a few phases, of which more are welcome: finish() makes it the most of `larger`, ascending,
-  // with which the arena takes no more memory.
+  // Declares `bytes` of a few phases; finish() makes it the most of `larger`, ascending, that fits the arena.
   TensorId add_growing(std::string category, std::string name, int64_t bytes, std::vector<int64_t> larger,
                        PhaseMask phases);
 
@@ -65,8 +64,7 @@ class MemoryPlan {
     int64_t num_tensors;
   };
   // Bytes on the device per category, in order of first declaration. Memory that several categories share counts
-  // for the one declared first. So the totals add up to total_bytes(), and dropping a later category saves only its
-  // own total.
+  // for the first one. So the totals add up to total_bytes(), and dropping a later category saves its own total.
   std::vector<CategoryTotal> summary() const;
   // Likewise of what is in host memory; the totals add up to total_host_bytes().
   std::vector<CategoryTotal> host_summary() const;

@@ -8,8 +8,7 @@
 #include "core/parameter.h"
 
 // The places of parameters and their gradients in memory: their order, and for each unit one of the gradient
-// buffers that units share. Gathering and reducing for one unit runs while the next computes, so two buffers, taken
-// in turn, are enough.
+// buffers. Gathering and reducing for one unit runs while the next computes, so two buffers in turn are enough.
 namespace parka {
 
 // The order in which weights, and gradients, lie in memory: that of the table, but A of a unit's adapters first. So

@@ -20,8 +20,7 @@ namespace {
 // Checkpoints that are removed while they are read, one after the other: the run that saves is faster than we are.
 constexpr int kMaxRemoved = 20;
 
-// Runs `action` on every rank. All get the texts that it returned, or all throw what it threw on the lowest rank on
-// which it threw.
+// Runs `action` on every rank. All get the texts that it returned, or throw what the lowest failing rank threw.
 std::vector<std::string> agree(Communicator& ranks, const std::function<std::string()>& action) {
   if (ranks.size() == 1) return {action()};
   json outcome;

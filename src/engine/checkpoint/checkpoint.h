@@ -22,9 +22,8 @@ struct CheckpointIndex;
 struct VerifiedFile;
 
 // Everything that a checkpoint holds. `state` belongs to the engine: data position, seeds, resolved config,
-// counters. It must be UTF-8; a number that is not finite is read back as null, because JSON has none. Ranks that
-// save together pass the same step, and each its own tensors or pieces of them: every element must come from
-// exactly one rank. The state is rank 0's.
+// counters. It must be UTF-8; numbers that are not finite are read back as null. Ranks that save together pass the
+// same step, and each its own tensors or pieces of them, each element once. The state is rank 0's.
 struct CheckpointContents {
   int64_t step = 0;
   json state;
@@ -54,20 +53,16 @@ struct SaveOptions {
   int64_t keep = 3;                            // newest checkpoints to keep, this one counted; 0 keeps all
   int64_t max_shard_bytes = int64_t{1} << 30;  // a larger tensor gets a file of its own
   int writers = 1;                             // threads that write files at the same time
-  // Called before every step that changes the file system, "write <path>" every 256 KiB, so that a test can
-  // kill the process at any of them.
+  // Called before every step that changes the file system, and every 256 KiB, so that a test can kill it there.
   std::function<void(std::string_view point)> observer = {};
   // On a thread beside the training, which says itself that it waits. Else the same steps are heartbeats.
   bool in_background = false;
-  // Called with one line for a problem that does not harm this checkpoint: an old one that could not be removed, or
-  // a damaged one.
+  // Called with a line for a problem that does not harm this checkpoint, such as an old one that cannot be removed.
   std::function<void(const std::string& message)> report = {};
-  // Called when the checkpoint is complete, on the rank that completes it, with its folder, the bytes of its files
-  // and the duration of the save.
+  // Called when the checkpoint is complete, on the rank that completes it, with what the save took.
   std::function<void(const std::string& path, int64_t num_bytes, double seconds)> saved = {};
   // Throws if the folder is no longer the run's (RunLock::require_ours). Called before a save begins, while it
-  // waits for other ranks, before the checkpoint gets its name and before anything is removed. After it has thrown,
-  // the save changes nothing.
+  // waits for other ranks, before the checkpoint gets its name and before a removal. Then the save changes nothing.
   std::function<void()> check_folder = {};
   // With several ranks, asked again and again by one that waits for others. True ends the save with Error(kIo):
   // another rank has failed, and may have no place to say so, if its disk is full or its folder out of reach.
@@ -85,21 +80,18 @@ struct SaveOptions {
 // if writing fails for any reason, and removes what was written of this checkpoint if possible.
 //
 // If options.group has several ranks, all of them must call this, and it returns on each when the whole checkpoint
-// is on disk. An error of one rank is thrown on all of them, on the others with that rank's number. If some ranks
-// have not written their part after the time-out, it throws Error(kIo) that names them. Only rank 0 replaces and
-// removes checkpoints.
+// is on disk. An error of one rank is thrown on all, with that rank's number. If some ranks have not written their
+// part after the time-out, Error(kIo) names them. Only rank 0 replaces and removes checkpoints.
 void save_checkpoint(const std::string& folder, const CheckpointContents& contents, const SaveOptions& options);
 
-// Removes the older checkpoints that the save of `step` has kept because of keeps_older. Does nothing where that
-// step is not saved. For rank 0.
+// Removes what the save of `step`, if it is saved, kept because of keeps_older. For rank 0.
 void remove_outdated_checkpoints(const std::string& folder, int64_t step, const SaveOptions& options);
 
 // Removes the leftovers of dead runs' saves, if no further save will. Warns of what cannot be removed.
 void clear_unfinished_saves(const std::string& folder);
 
-// Creates the run folder and its parents, and checks that a file can be written, synced and removed in it. Call it
-// before training starts, so that a bad folder does not show up hours later. Throws Error(kBadInput), or Error(kIo)
-// if the disk is full.
+// Creates the run folder and its parents, and checks, before training starts, that a file can be written, synced
+// and removed in it. Throws Error(kBadInput), or Error(kIo) if the disk is full.
 void check_run_folder_writable(const std::string& folder);
 
 struct CheckpointInfo {
@@ -139,8 +131,7 @@ class LoadedCheckpoint {
 
   // Passes the elements that `ranges` name to `callback`, in pieces of at most kMaxPieceBytes, in the order of the
   // files: `bytes` are elements `first_element` and following of `tensor`, valid during the call. It reads little
-  // more than these, and prefetches while `callback` works. Throws Error(kBadInput) for a tensor that the
-  // checkpoint does not have.
+  // more, and prefetches while `callback` works. Throws Error(kBadInput) for an unknown tensor.
   static constexpr int64_t kMaxPieceBytes = 16 << 20;
   using RangeCallback = std::function<void(const SafetensorsEntry& tensor, int64_t first_element, ByteSpan bytes)>;
   void read_ranges(const std::vector<TensorRange>& ranges, const RangeCallback& callback) const;
@@ -171,9 +162,8 @@ LoadedCheckpoint load_checkpoint(const std::string& path, Communicator& ranks = 
 
 // The newest intact checkpoint of a run folder; nullopt if there are none. Damaged ones are skipped: `report` gets
 // the reason, and `refused`, if given, a list of them. If a run removes one in the meantime, its successor is used.
-// Throws Error(kBadInput) if all are damaged, or if one has the format of a later Parka. Throws Error(kIo) if one
-// cannot be read for another reason than damage, because it may be intact. All of `ranks` must call this, and all
-// get the same.
+// Throws Error(kBadInput) if all are damaged or one has a later Parka's format, and Error(kIo) if one that may be
+// intact cannot be read. All of `ranks` must call this, and all get the same.
 std::optional<LoadedCheckpoint> load_newest(const std::string& folder,
                                             const std::function<void(const std::string& message)>& report,
                                             Communicator& ranks = *make_single_communicator(),

@@ -22,8 +22,7 @@ namespace {
 
 std::string manifest_path(const std::string& path) { return path + "/" + std::string(kManifestName); }
 
-// Covers names, sizes and checksums of its files: the rest of a manifest, where a model was imported from for
-// example, makes no other weights.
+// Covers names, sizes and checksums of its files: nothing else in a manifest makes other weights.
 std::string weights_checksum(const std::string& path) {
   Checksum checksum;
   checksum.update(as_bytes(encode_files(read_manifest_alone(path).files).dump()));
@@ -46,8 +45,7 @@ fs::path run_of(const std::string& checkpoint) {
   return run_folder_of(own).empty() ? own : own.parent_path();
 }
 
-// The places where the base may lie: its old one, and if both have moved together the same place relative to the
-// run, or beside the run by its name.
+// The places where the base may lie: its old one, the same relative to the run, or beside the run by its name.
 std::vector<std::string> usual_places(const std::string& checkpoint, const Described& base) {
   const fs::path run = run_of(checkpoint), named = plain(base.path);
   const fs::path within = run_folder_of(named).empty() ? "" : named.parent_path().filename();
@@ -58,8 +56,7 @@ std::vector<std::string> usual_places(const std::string& checkpoint, const Descr
   return places;
 }
 
-// The checkpoints that the base may be: what lies in the places where it is looked for, and at `elsewhere`, itself
-// or in it.
+// The checkpoints that the base may be: in the usual places, and at `elsewhere`, itself or in it.
 std::vector<std::string> candidates(const std::string& checkpoint, const Described& base,
                                     const std::string& elsewhere) {
   std::vector<std::string> all = usual_places(checkpoint, base);

@@ -11,9 +11,8 @@
 // tensors are pieces and of what:
 //   "__metadata__": {"parka_pieces": "{\"blocks.0.weight\": {\"shape\": [4096, 4096], \"begin\": 8388608}, ...}"}
 // The file has the piece under the tensor's own name as a tensor of one dimension, in row-major order: elements
-// `begin` and following of a tensor of that shape. With "rows": [begin, end] and "columns": [begin, end] instead of
-// "begin" it is that box of the tensor as a matrix [rows, last dimension]. Tensors that are not named there are
-// whole.
+// `begin` and following of a tensor of that shape. With "rows": [begin, end] and "columns": [begin, end] it is that
+// box of the tensor as a matrix [rows, last dimension]. Tensors not named there are whole.
 namespace parka {
 
 struct CheckpointFile {

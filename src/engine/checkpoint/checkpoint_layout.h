@@ -75,8 +75,7 @@ class UnknownVersion : public Error {
   explicit UnknownVersion(const std::string& message) : Error(ExitCode::kBadInput, message) {}
 };
 
-// The text of manifest.json. Its last line is a checksum of all text before it, and everything after that is fixed,
-// so that any changed byte shows.
+// The text of manifest.json. Its last line is a checksum of all before it, so that any changed byte shows.
 std::string encode_manifest(const Manifest& manifest);
 // Throws Error(kBadInput), whose message begins with `where`, unless `text` is what encode_manifest wrote;
 // UnknownVersion where that of a later Parka may have.
@@ -84,8 +83,7 @@ Manifest parse_manifest(std::string_view text, std::string_view where);
 
 // Reads a checkpoint's manifest.
 Manifest read_manifest_alone(const std::string& checkpoint_path);
-// Reads a checkpoint's manifest and checks that its files are there with the sizes that it says: what can be known
-// without reading the tensors.
+// Reads a checkpoint's manifest and checks that its files are there, of the sizes that it says.
 Manifest read_manifest(const std::string& checkpoint_path);
 
 }  // namespace parka

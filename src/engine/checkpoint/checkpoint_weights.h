@@ -29,12 +29,10 @@ struct CheckpointAdapters {
 };
 CheckpointAdapters lora_adapters(const Config& config);
 
-// The weights of a checkpoint as fp32 values, from any format and master form, with what adapters add to them.
-// Quantized weights are decoded.
+// The weights of a checkpoint as fp32 values, from any format and master form, with what adapters add.
 class CheckpointWeights {
  public:
-  // Throws Error(kBadInput) unless the checkpoint has all of these parameters and adapters, in their shapes and as
-  // floats.
+  // Throws Error(kBadInput) unless the checkpoint has all of these, in their shapes and as floats.
   CheckpointWeights(const LoadedCheckpoint& checkpoint, const std::vector<ParameterInfo>& parameters,
                     CheckpointAdapters adapters = {});
 

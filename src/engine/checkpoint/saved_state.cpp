@@ -69,8 +69,7 @@ Enum enum_in(const json& section, const char* key, Enum otherwise) {
   return otherwise;
 }
 
-// Runs of versions that did not refuse keys without meaning beside their fine-tuning method may have some. They had
-// no effect.
+// Earlier versions did not refuse keys without meaning beside a fine-tuning method, and ignored them.
 json without_unused_keys(json config) {
   if (!config.is_object() || !config.contains("finetune") || !config["finetune"].is_object()) return config;
   const json given = config["finetune"];
@@ -83,8 +82,7 @@ json without_unused_keys(json config) {
   return config;
 }
 
-// Keys of precision that a run's version did not have yet, as it computed: without them. Recipes may set them by
-// now.
+// Recipes may set keys of precision that a run's version did not have: it computed without them.
 json with_values_of_its_version(json config) {
   if (!config.is_object() || !config.contains("precision")) return config;
   json& precision = config["precision"];

@@ -8,9 +8,8 @@
 #include "engine/config/config.h"
 #include "optim/spike_guard.h"
 
-// Readers of a checkpoint's state. Its bytes are intact, but another version of Parka or another program may have
-// written them. So all functions throw Error(kBadInput), which names the checkpoint, if something is missing or has
-// another type.
+// Readers of a checkpoint's state. Its bytes are intact, but another version or program may have written them. So
+// all throw Error(kBadInput), which names the checkpoint, if something is missing or has another type.
 namespace parka {
 
 // The checkpoint's own config.
@@ -37,8 +36,7 @@ struct SavedProgress {
   int64_t skipped_in_a_row = 0;                // newest steps that were not finite; 0 where the state does not say
   std::vector<SpikeGuard::Step> recent_steps;  // the oldest first; none in a run that had no training.spike_window
 };
-// Throws also for an imported model, which has no progress, and for progress that contradicts the checkpoint's
-// step.
+// Throws also for an imported model, which has no progress, and for progress of another step.
 SavedProgress read_progress(const LoadedCheckpoint& checkpoint);
 
 }  // namespace parka

@@ -20,8 +20,7 @@ std::vector<int32_t> parse_token_list(const std::string& text);
 // --shard-size: "5GB", "500MB", "1GiB", "300000", as transformers reads max_shard_size.
 int64_t parse_byte_size(const std::string& text);
 
-// --memory-limit: "80", "80GB" (1e9 bytes each), "80GiB" or another unit as text without it, in GB. Other text
-// comes back unchanged.
+// --memory-limit: "80", "80GB" (1e9 bytes each), "80GiB" or another unit, in GB. Other text comes back unchanged.
 std::string without_gigabytes(const std::string& text);
 
 }  // namespace parka

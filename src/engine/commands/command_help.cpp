@@ -57,8 +57,7 @@ size_t terminal_columns() {
   return isatty(STDOUT_FILENO) != 0 && ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
 }
 
-// `help` with its lines broken between words, where they are longer than `columns`; what continues a line is
-// indented by `indent`.
+// `help` with lines longer than `columns` broken between words; what continues a line is indented by `indent`.
 std::string wrapped(const std::string& help, size_t columns, size_t indent) {
   constexpr size_t kLeastText = 20;
   if (columns < indent + kLeastText) return help;

@@ -8,12 +8,10 @@
 #include "engine/evaluation/generator.h"
 #include "engine/planning/step_model.h"
 
-// The commands `parka <command>`, one function each. They print to standard output, log to standard error, and
-// return the exit code or throw Error.
+// The commands `parka <command>`. They print to standard output, and return the exit code or throw Error.
 namespace parka {
 
-// The ranks that a command starts on this host; at most one of the two is above 0. If neither is, it is one rank,
-// or a launcher has started all.
+// The ranks that a command starts on this host; one is 0. Neither: one rank, or a launcher's.
 struct StartedRanks {
   int ranks = 0;  // on the device that the config says
   int gpus = 0;   // one on each of so many GPUs
@@ -39,8 +37,7 @@ struct PlanOptions {
   bool fit = false;             // print the cheapest changes, instead of the plan of the config as it is
   double host_memory_gb = 0;    // likewise, of one host for all its GPUs; 0: this one's, if it has the GPUs
 
-  // To predict the time of a step; needs a measurement of one GPU. docs/scaling.md says where the defaults come
-  // from.
+  // To predict the time of a step from a measurement of one GPU; docs/scaling.md says where the defaults come from.
   std::string measured_path, compare_path;
   int64_t nodes = 0;                                                         // 0: nodes of eight GPUs
   double link_bandwidth = 340, network_bandwidth = 50, host_bandwidth = 55;  // 1e9 bytes per second

@@ -29,9 +29,8 @@ int64_t read_images(const ImageFiles& images, const TokenFile& file) {
   return static_cast<int64_t>(places.size());
 }
 
-// Counts the documents of a mask, but for the padding after packed conversations, which begins like a document:
-// one id again and again, without a target. Where no token is a target, the mask says nothing but where documents
-// begin.
+// Counts the documents of a mask, but for the padding after packed conversations: one id again and again, without a
+// target. Where no token is a target, the mask only says where documents begin.
 class DocumentCounter {
  public:
   void add(std::span<const int32_t> ids, std::span<const uint8_t> marks) {

@@ -15,21 +15,18 @@ namespace parka {
 // True if config.device asks for a GPU; `auto` does where there is one.
 bool wants_gpu(const Config& config);
 
-// The options with which a command starts its ranks. It starts none itself if their number does not go with the
-// config.
+// The options with which a command starts its ranks: none if their number does not go with the config.
 LaunchOptions launch_options(const std::string& config_path, const std::vector<std::string>& overrides,
                              const StartedRanks& started);
 
 // wants_gpu(config). Throws Error(kBadInput) if it does not after --gpus.
 bool wants_gpu(const Config& config, const StartedRanks& started);
 
-// Throws Error(kBadInput) if the model, its tower or its side network has heads that are too wide for such a
-// device.
+// Throws Error(kBadInput) if the model, its tower or its side network has heads too wide for such a device.
 void check_head_dims(const Config& config, DeviceKind device);
 
 // The device that config.device asks for, ready for ops: GPU number `gpu` of those that this process sees, or the
-// CPU. Throws Error(kBadInput) when the device cannot be had, or check_head_dims() or the tuning file that the
-// config names does not fit.
+// CPU. Throws Error(kBadInput) without it, or where check_head_dims() or the config's tuning file does not fit.
 std::unique_ptr<Device> make_device(const Config& config, int gpu = 0);
 // The same for what uses a checkpoint and does not train, with inference_gemms().
 std::unique_ptr<Device> make_inference_device(const Config& config, const std::vector<std::string>& overrides);
@@ -56,9 +53,8 @@ struct DecidedGemms {
 DecidedGemms decide_gemms(const Config& config, const std::string& config_path, Launch& launch, int gpu,
                           std::unique_ptr<Device>& device);
 
-// Throws Error(kBadInput), with the cheapest changes that would fit, if a rank of this run of `config` does not fit
-// into the free memory of the device. `given` is what the config was read from. Call it before
-// anything is allocated. It does not check a CPU.
+// Throws Error(kBadInput), with the cheapest changes that would fit, if a rank of this run of `config`, read from
+// `given`, does not fit into the free memory of the GPU. Call it before anything is allocated.
 void check_memory(const Config& config, const GivenConfig& given, const Device& device, int64_t num_gpus = 1);
 
 }  // namespace parka

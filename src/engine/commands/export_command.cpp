@@ -96,8 +96,7 @@ class Exporter {
         wanted_(parse_format(options.dtype)),
         table_(make_parameter_table(config_.model, false)),
         weights_(checkpoint_, table_.all, lora_adapters(config_)) {
-    // What the weights come from says how they are named; --like, what goes along with them, or the tokenizer that
-    // the run keeps.
+    // The weights' origin says how they are named; --like, what goes along, or the tokenizer that the run keeps.
     const json state = state_with_base();
     if (options.like.empty()) tokenizer_ = find_tokenizer(checkpoint_.path(), state);
     origin_ = find_origin(checkpoint_.path(), state, [&](const std::string& gone) {
@@ -186,8 +185,7 @@ class Exporter {
     return {std::move(text), std::move(parsed)};
   }
 
-  // What goes along with --like prepares pictures of that model's size, and its tokenizer knows that model's image
-  // slots.
+  // What goes along with --like prepares pictures of that model's size and image slots.
   void check_pictures_of(const VisionConfig& theirs) const {
     const VisionConfig& ours = model_.vision;
     if (!ours.exists() || !theirs.exists()) return;
@@ -236,8 +234,7 @@ class Exporter {
     return wanted_.value_or(found != formats_.end() && is_plain_float(found->second) ? found->second : usual);
   }
 
-  // The model that adapters are added to, where it came from Hugging Face; one that was trained here peft cannot
-  // read.
+  // The model that adapters are added to, where it came from Hugging Face; peft cannot read another.
   std::optional<std::string> base_for_peft() const {
     if (config_.finetune.method != FinetuneMethod::kLora) return std::nullopt;
     if (!options_.like.empty()) return options_.like;

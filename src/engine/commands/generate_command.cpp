@@ -181,9 +181,8 @@ class Conversation {
 
   void take_back() { messages_.erase(messages_.size() - 1); }
 
-  // The ids up to where the assistant speaks. A quarter of the context is left to it; to make that room the oldest
-  // turns are forgotten, but not the system message. If the last message alone is too long, nothing is
-  // forgotten, and there are more than the context holds.
+  // The ids up to where the assistant speaks. A quarter of the context is left to it: the oldest turns are
+  // forgotten, but not the system message. If the last message alone is too long, nothing is forgotten.
   std::vector<int32_t> prompt() {
     json messages = messages_;
     std::vector<int32_t> ids = tokenizer_.encode_chat(messages);

@@ -199,8 +199,7 @@ class Importer {
     }
   }
 
-  // In a model whose head is tied transformers passes over a head in the file; one that differs is a model that
-  // this config.json does not describe.
+  // transformers passes over the head in a file whose model is tied; one that differs is of another model.
   void check_tied_head() const {
     if (!model().tie_embeddings || !source_.weights.tensors.contains(this->head())) return;
     const std::string& embedding = embedding_of(tensors_).name;
@@ -349,8 +348,7 @@ class Importer {
     return all_bf16 ? "bf16" : "fp32";
   }
 
-  // The keys that evaluation, generation and the configs of runs need. Only those of the model, so that overrides
-  // can choose a recipe.
+  // The keys that evaluation, generation and configs of runs need: the model's, so that a recipe can be chosen.
   ordered_json model_config() const {
     Config config;
     config.model = model();

@@ -18,16 +18,14 @@ std::string config_file(const std::string& path);
 Config parse_config(const json& root, std::string_view source);
 
 // The same from a JSON file, or from the config.json of a folder. The file may hold // comments, and at its root
-// "$schema", which is for editors. With overrides of single keys: "optimizer.lr=1e-3", "data.train=[\"a\",\"b\"]".
-// A value is read as JSON; if it is not JSON, or the key holds text, it is a string. The last of several overrides
-// of one key counts.
+// "$schema". With overrides of single keys: "optimizer.lr=1e-3", "data.train=[\"a\",\"b\"]". A value is read as
+// JSON; if it is none, or the key holds text, it is a string. The last override of a key counts.
 Config load_config(const std::string& path, const std::vector<std::string>& overrides);
 
 // parse_config with overrides as above.
 Config override_config(json root, const std::vector<std::string>& overrides, const std::string& source);
 
-// A checkpoint's config without keys of earlier versions whose values all meant the same bits, which configs may
-// not give any more.
+// A checkpoint's config without keys of earlier versions whose values all meant the same bits.
 json without_removed_keys(json config);
 
 // Every key with its value, independent of recipe and defaults. parse_config of it gives the same Config.
@@ -51,8 +49,7 @@ std::string config_reference_markdown();
 // training.steps, evaluation, sharding, and options that are documented to give the same bits.
 std::string config_hash(const Config& config);
 
-// The differences between a checkpoint's config and the config that resumes from it; each entry is one line with
-// the key and both values.
+// How the config that resumes differs from a checkpoint's; each entry is one line with the key and both values.
 struct ResumeDifferences {
   std::vector<std::string> refused;  // the checkpoint does not fit, or the data position would lose its meaning
   // Fits where masters and moments are rounded to other formats (engine/checkpoint/checkpoint_states.h).
@@ -77,8 +74,7 @@ enum class SpeedOf : uint8_t {
 std::vector<std::string> speed_differences(const Config& measured, const Config& wanted, SpeedOf speed);
 
 // A config file with overrides, to which others can be added. One tree of all keys would not do: where a change
-// names another recipe, keys that the overrides give stay, and those of a file that gives all that recipes set do
-// not.
+// names another recipe, overridden keys stay, and those of a file that gives all of a recipe's do not.
 class GivenConfig {
  public:
   // From a file's JSON.
@@ -104,12 +100,10 @@ bool is_overridden(const std::vector<std::string>& overrides, const std::string&
 // Writes them to a file.
 void write_given_keys(const std::string& written, const std::string& path,
                       const std::vector<std::string>& overrides);
-// Throws Error if write_given_keys() would, or would replace the config that it reads, with its comments. An empty
-// name of a file is fine.
+// Throws Error if write_given_keys() would, or would replace the config that it reads. An empty name is fine.
 void require_config_writable(const std::string& written, const std::string& path);
 
-// Sets every key that depends on precision.recipe: the whole precision section, and optimizer.states,
-// optimizer.master and optimizer.gradient.
+// Sets every key that depends on precision.recipe: section precision, and optimizer.states, master and gradient.
 void apply_recipe(Recipe recipe, Config& config);
 
 // True if recipes set the key, of which `path` is the dotted name, to different values.

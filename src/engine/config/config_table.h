@@ -64,8 +64,7 @@ struct ConfigTable {
   bool has_section(std::string_view path) const;
 };
 
-// The section that a field or a section lies in: "optimizer.schedule" of "optimizer.schedule.kind"; empty for
-// "seed".
+// The section that a field or section lies in: "optimizer.schedule" of "optimizer.schedule.kind"; empty for "seed".
 std::string_view section_of(std::string_view path);
 // Its last part: "lr" of "optimizer.lr".
 std::string_view key_of(std::string_view path);
@@ -86,8 +85,7 @@ std::optional<int64_t> exact_integer(const json& value);
 // A JSON value in a one-line message: `a string "abc"`, `1.5`, `an array`.
 std::string describe_json(const json& value);
 
-// The edit distance of `a` and `b`: insertions, deletions, replacements and swaps of neighbouring letters. Only
-// the first 64 letters of each count.
+// The edit distance of `a` and `b`, where swapped neighbours count one. Only the first 64 letters of each count.
 int edit_distance(std::string_view a, std::string_view b);
 
 // The distance of `given` from a name that may be meant: the edit distance, or 1 if `given` is a part of the name.

@@ -401,8 +401,7 @@ void check_paths(const Config& c) {
   check_all("evaluation.tasks", c.evaluation.tasks);
 }
 
-// A shell reads it like this: within double quotes a backslash takes the next letter's meaning, within single ones
-// it has none.
+// As a shell reads it: a backslash takes the next letter's meaning within double quotes, not within single ones.
 bool has_path_in_quotes(std::string_view command) {
   char open = 0;  // the quote that is
   for (size_t i = 0; i < command.size(); ++i) {

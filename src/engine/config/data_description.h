@@ -9,8 +9,7 @@
 #include "engine/config/config.h"
 #include "engine/files/json.h"
 
-// What the data.json of scripts/prepare_data.py or prepare_images.py says of the token files beside it. One may be
-// long: it is of all files of its folder.
+// What the data.json of scripts/prepare_data.py or prepare_images.py says of the token files beside it.
 namespace parka {
 
 // The data.json of folders, each read once.
@@ -44,8 +43,7 @@ class DataDescriptions {
 // The data.json that describes a token file.
 std::filesystem::path description_path(const std::filesystem::path& file);
 
-// Throws Error(kBadInput) if `description`, that of `file`, says that its ids are of another type, or
-// has a value of another type than that key has.
+// Throws Error(kBadInput) if `description`, that of `file`, tells another type of ids, or is of wrong types.
 void check_described_type(const std::filesystem::path& file, const json& description, TokenType type);
 
 // Throws Error(kBadInput), naming the keys to set, if `description` says of `file` that the config would read other
@@ -58,8 +56,7 @@ void warn_of_vocabulary(const std::filesystem::path& file, const json& descripti
 // Returns the text under a key; empty where there is none.
 std::string described_text(const json& description, const char* key);
 
-// The tokenizer that made ids, as a data.json or the header of a request file says: the SHA-256 of its file, or
-// "bytes". Empty where it does not say.
+// The tokenizer that made ids, as a data.json or request file says: its file's SHA-256, or "bytes"; or empty.
 std::string described_tokenizer(const json& description);
 
 // Calls `called` with the first token file of each folder whose data.json describes it, and with that data.json.

@@ -98,8 +98,7 @@ void check_mask(const TokenFile& file) {
       file.path());
 }
 
-// Refuses a pattern that takes what scripts/prepare_data.py has made for the other use, and files of both uses that
-// are exchanged.
+// Refuses a pattern that takes what scripts/prepare_data.py has made for the other use, and exchanged files.
 void check_splits(const Config& config) {
   DataDescriptions descriptions;
   std::set<fs::path> exchanged;  // folders of which held-out files are trained on, by their names

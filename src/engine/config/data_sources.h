@@ -22,8 +22,7 @@ std::vector<std::string> held_out_sources(const Config& config);
 
 ExampleRules example_rules(const Config& config);
 
-// Throws Error(kBadInput) for data that cannot be used, that contradict what lies beside them, or that have more
-// images than there is room for.
+// Throws Error(kBadInput) for data that cannot be used, contradict what lies beside them, or have too many images.
 TokenFiles open_token_files(const std::vector<std::string>& sources, const Config& config);
 // Those of data.train; likewise also where one of its sources has no target, or has what is held out.
 TokenFiles open_training_files(const Config& config);

@@ -51,8 +51,7 @@ struct EvalTask {
 };
 
 // Reads a request file for a model of this vocabulary and context. Throws Error(kBadInput), which names file and
-// line, for violations of the format, token ids outside the vocabulary, continuations longer than the context, and
-// images of other rules than the model's.
+// line, for a wrong format, unknown token ids, continuations longer than the context, and images of other rules.
 EvalTask read_requests(const std::string& path, int64_t vocab_size, int64_t sequence_length,
                        const ImageRules& images = {});
 

@@ -69,8 +69,7 @@ EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& f
   int64_t own_targets = 0;
   double sum = 0;
   for (int64_t round = 0; round < ceil_div(batches, ranks); ++round) {
-    // All ranks have to make the same collective calls: one that has no micro-batch left does the last one again,
-    // and does not count it.
+    // All ranks make the same collective calls: one without a micro-batch left repeats its last, uncounted.
     const int64_t own = round * ranks + communicator.rank() / slices, batch = std::min(own, batches - 1);
     const int64_t begin = batch * micro_batch, count = std::min(micro_batch, result.num_sequences - begin);
     LossBatch rows;

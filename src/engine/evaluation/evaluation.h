@@ -31,8 +31,7 @@ void check_evaluation(const std::string& name, const EvaluationResult& result);
 using BeforeEvaluationBatch = std::function<void(const std::exception_ptr& read_failure)>;
 
 // Mean loss over `max_sequences` sequences spread evenly over `files` (0: all of them), `micro_batch` at a time.
-// With several ranks, rank r takes every size-th micro-batch; groups of ranks that share sequences
-// (Peers::kContext) do so together.
+// Rank r of several takes every size-th micro-batch; groups that share sequences (Peers::kContext) do so together.
 EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& files, int64_t micro_batch,
                                int64_t max_sequences, Communicator& communicator,
                                const BeforeEvaluationBatch& before_each = {});
@@ -58,8 +57,7 @@ EvaluationSuite open_suite(const Config& config);
 void warn_of_tokenizers(const std::vector<std::string>& sources, const std::vector<EvalTask>& tasks);
 // Takes the sources and tasks of `suite`, and data.train.
 void warn_of_tokenizers(const Config& config, const EvaluationSuite& suite);
-// Throws Error(kBadInput) for such a file or task whose tokenizer is known not to be that of the model, in the
-// folder `own`; empty: none is known.
+// Throws Error(kBadInput) for a file or task whose tokenizer is known not to be the one in folder `own`.
 void check_tokenizers(const Config& config, const EvaluationSuite& suite, const std::string& own);
 
 // Warns of the first file of which a large part is one id again and again, and that no mask or image explains.
@@ -69,8 +67,7 @@ void warn_of_repeats(const std::vector<const TokenFile*>& files, const ImageRule
 // of `files` and the token files of `suite`. Calls warn_of_repeats() for the latter.
 void warn_of_gaps(std::vector<const ReadOnlyFile*> files, const EvaluationSuite& suite);
 
-// A line for each file that distinguishes suites whose files have the same names. All ranks must have the same
-// lines.
+// A line for each file that distinguishes suites whose files have the same names, the same on all ranks.
 std::string describe_suite(const EvaluationSuite& suite);
 
 }  // namespace parka

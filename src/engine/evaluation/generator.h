@@ -17,8 +17,7 @@ struct SamplingOptions {
   int64_t seed = 0;
 };
 
-// A token drawn from [V] logits. Equal logits, seed, stream and index give the same one. Throws Error(kNonFinite)
-// when a logit is not finite.
+// A token drawn from [V] logits, a function of all arguments. Throws Error(kNonFinite) when a logit is not finite.
 int32_t sample_token(const std::vector<float>& logits, const SamplingOptions& options, uint64_t stream,
                      uint64_t index);
 

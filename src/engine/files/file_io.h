@@ -84,8 +84,7 @@ class OutputFile {
   int64_t num_bytes_ = 0;
 };
 
-// The meaning of a failure to open a file: the path is wrong, or, for a file that was read or written before, the
-// machine fails.
+// The meaning of a refusal: the path is wrong, or, for a file that was open before, the machine fails.
 enum class NoPermission : uint8_t { kIsBadInput, kIsIo };
 
 // A regular file, open for reading. Not affected by a later rename of its folder.
@@ -110,8 +109,7 @@ inline constexpr const char* kLfsAdvice = "is a pointer of Git LFS in place of t
 void refuse_lfs_pointer(const InputFile& file);
 
 // Calls `visit` with the lines of a file, without their ends, from its last to its first, until it returns false;
-// `begin` is where the line stands. A piece of the file is in memory at a time. Throws Error(kBadInput) where a
-// line is longer than any that a run writes.
+// `begin` is where the line stands. Throws Error(kBadInput) where a line is longer than any of a run.
 void for_each_line_from_end(const InputFile& file,
                             const std::function<bool(std::string_view line, int64_t begin)>& visit);
 
@@ -133,8 +131,7 @@ std::vector<std::string> list_names(const std::string& path);
 // Makes the names in a folder durable: created, renamed and removed entries.
 void sync_directory(const std::string& path);
 
-// Replaces the content of the file at `path` atomically: at every moment, even after a crash, it is the old or the
-// new.
+// Replaces the content of the file at `path` atomically: even after a crash it is the old or the new.
 void replace_file(const std::string& path, std::string_view content);
 void replace_file(const std::string& path, const std::function<void(OutputFile& file)>& write);
 // Writes the bytes from `begin` to `end` of a file into another, a piece in memory at a time.
@@ -156,9 +153,8 @@ void check_output(const std::string& path, const std::vector<std::string>& input
 std::string quoted(const std::string& text);
 std::string shell_word(const std::string& text);
 
-// A new folder that gets its name only when it is complete; after an error it does not appear at all. Until then it
-// is <path>.tmp, with a file in it that this process has locked: one of a command that was killed is known by that,
-// and removed.
+// A new folder that gets its name only when it is complete. Until then it is <path>.tmp, with a file in it that
+// this process has locked: one of a command that was killed is known by that, and removed.
 class DraftFolder {
  public:
   // Throws Error(kBadInput) if `path` exists: nothing is ever overwritten; or if another command writes the same.

@@ -11,9 +11,8 @@ namespace parka {
 
 enum class JsonComments : uint8_t { kAllowed, kRefused };
 
-// Parses JSON, with // and /* */ comments unless they are refused. Throws Error(kBadInput), which names `source`;
-// for a syntax error it also gives line, column and the text there. Other errors are a key given twice, nesting
-// deeper than 64, and text after the end.
+// Parses JSON, with // and /* */ comments unless they are refused. Throws Error(kBadInput), which names `source`,
+// for a syntax error, with its place, a key given twice, nesting deeper than 64, and text after the end.
 json parse_json_text(std::string_view text, std::string_view source,
                      JsonComments comments = JsonComments::kAllowed);
 

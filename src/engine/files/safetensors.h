@@ -16,8 +16,7 @@
 
 // The safetensors format (github.com/huggingface/safetensors, "Format"): the length of the header as 8
 // little-endian bytes; the header, a JSON object {"name": {"dtype", "shape", "data_offsets": [begin, end]}, ...};
-// the tensors' bytes, row-major and little-endian, back to back. Dtypes F32, F16, BF16, F8_E4M3, F8_E5M2, I32, U16,
-// U8, I64.
+// the tensors' bytes, row-major and little-endian. Dtypes F32, F16, BF16, F8_E4M3, F8_E5M2, I32, U16, U8, I64.
 namespace parka {
 
 using ByteSink = std::function<void(ByteSpan)>;

@@ -8,13 +8,11 @@
 #include "engine/huggingface/huggingface_weights.h"
 
 // Models whose linear weights bitsandbytes has quantized to 4 bits, as transformers' save_pretrained writes them:
-// the codes under the weight's name, and beside them ".absmax", ".quant_map" and a JSON text ".quant_state.*";
-// where the scales are in 8 bits ".nested_absmax" and ".nested_quant_map" too
-// (kernels/ops/quantize/quantize_4bit.h).
+// the codes under the weight's name, beside them ".absmax", ".quant_map" and a JSON text ".quant_state.*"; with
+// 8-bit scales ".nested_absmax" and ".nested_quant_map" too (kernels/ops/quantize/quantize_4bit.h).
 namespace parka {
 
-// Whether a config.json says so. Throws Error(kBadInput), whose message begins with `where`, for other kinds of
-// quantization.
+// True if a config.json says so. Throws Error(kBadInput), beginning with `where`, for other kinds of quantization.
 bool is_bitsandbytes_config(const json& config, const std::string& where);
 
 // A weight in 4 bits.
@@ -27,13 +25,11 @@ struct BitsAndBytesWeight {
   HuggingFaceWeights::Place nested_absmax, nested_map;  // where absmax is in 8 bits
 };
 
-// Puts those of a model in the place of their tensors: of each weight the tensor of its own name stays, with the
-// dtype and the shape that it is decoded to. By that name. Throws Error(kBadInput) where tensors are missing or do
-// not fit each other.
+// Puts those of a model in the place of their tensors: each weight keeps the tensor of its name, with the dtype and
+// shape that it is decoded to. By name. Throws Error(kBadInput) where tensors are missing or do not fit.
 std::unordered_map<std::string, BitsAndBytesWeight> take_bitsandbytes_weights(HuggingFaceWeights& weights);
 
-// The values of such a weight of `count` elements, as bitsandbytes decodes it to bf16, fp16 or fp32; `decoded` is
-// the dtype of its tensor.
+// The values of such a weight of `count` elements, as bitsandbytes decodes it to `decoded`: bf16, fp16 or fp32.
 std::vector<float> decode_bitsandbytes(const HuggingFaceWeights& weights, const BitsAndBytesWeight& weight,
                                        DType decoded, int64_t count);
 

@@ -8,8 +8,7 @@
 #include "engine/huggingface/huggingface_families.h"
 #include "model/model_config.h"
 
-// Reads and writes the config.json of a Hugging Face model, as transformers does, by the table of families; that of
-// a model with a tower by llava_config.h.
+// Reads and writes the config.json of a Hugging Face model, as transformers does; llava_config.h with a tower.
 namespace parka {
 
 struct HuggingFaceModel {
@@ -19,8 +18,7 @@ struct HuggingFaceModel {
 };
 
 // The model that computes what transformers computes from this config.json. Keys that transformers ignores are
-// ignored. Keys that change the computation are either supported or refused, with Error(kBadInput) whose message
-// begins with `where`.
+// ignored; others are supported or refused, with Error(kBadInput) whose message begins with `where`.
 HuggingFaceModel parse_huggingface_config(const json& config, const std::string& where,
                                           std::span<const HuggingFaceFamily> families = huggingface_families());
 

@@ -38,9 +38,8 @@ std::string checkpoint_at(const std::string& path);
 std::string follow_sources(const std::string& path, const json& state,
                            const std::function<bool(const std::string& path, const json& state)>& visit);
 
-// The origin of the checkpoint in folder `path` with this state: its own if it is an imported model, or the copy of
-// its run, otherwise that of the model or run that init_from leads to. nullopt if there is none; calls `report`
-// with an init_from that no longer exists.
+// The origin of the checkpoint in folder `path` with this state: its own if it is an imported model, the copy of
+// its run, or that of what init_from leads to. nullopt without one; `report` gets an init_from that is gone.
 std::optional<HuggingFaceOrigin> find_origin(const std::string& path, const json& state,
                                              const std::function<void(const std::string& gone)>& report);
 

@@ -9,8 +9,7 @@
 
 namespace parka {
 
-// A weight of a Hugging Face model: whole rows of a Parka parameter. Parka keeps queries, keys and values, and up
-// and gate, as one matrix each.
+// A weight of a Hugging Face model: whole rows of a Parka parameter, which joins q, k and v, and up and gate.
 struct HuggingFaceTensor {
   std::string name;            // "model.layers.0.self_attn.q_proj.weight"
   std::vector<int64_t> shape;  // [rows, cols], [n] of a norm or a bias, or [rows, 3, p, p]
@@ -42,8 +41,7 @@ const HuggingFaceTensor& embedding_of(const std::vector<HuggingFaceTensor>& tens
 // The name of the head.
 std::string head_name(const HuggingFaceFamily& family, const LlavaNames* llava);
 
-// True if a file may have a tensor of this name that is not a weight: rotary frequencies, which older versions of
-// transformers saved and no version reads.
+// True if a file may have a tensor of this name that is no weight: rotary frequencies of older transformers.
 bool is_ignored_huggingface_tensor(std::string_view name);
 
 }  // namespace parka

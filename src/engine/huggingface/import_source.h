@@ -27,9 +27,8 @@ struct ImportSource {
   std::vector<CarriedFile> carried;   // beside config.json
 };
 
-// The folder with a model's or adapters' files where `folder` is one of the hub's cache (models--ORG--NAME), which
-// has them in its only snapshot; else `folder`. Throws Error(kBadInput) if there are several snapshots, or if there
-// is no config.json.
+// The folder with a model's or adapters' files where `folder` is one of the hub's cache (models--ORG--NAME), its
+// only snapshot; else `folder`. Throws Error(kBadInput) for several snapshots, or without a config.json.
 std::string model_folder_of(const std::string& folder);
 
 // Opens a folder with a model of transformers. Throws Error(kBadInput) if anything in it is not supported.

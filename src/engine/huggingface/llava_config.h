@@ -11,32 +11,27 @@ namespace parka {
 inline constexpr const char* kLlavaModelType = "llava";
 inline constexpr const char* kLlavaArchitecture = "LlavaForConditionalGeneration";
 
-// The preprocessor of pictures in the model's folder: a file of its own, or nested in the second, which is read
-// first.
+// The preprocessor of pictures in the model's folder: its own file, or nested in the second, which is read first.
 inline constexpr const char *kPreprocessorName = "preprocessor_config.json",
                             *kProcessorName = "processor_config.json", *kNestedProcessorKey = "image_processor";
 // The processor in either file, which may be no object.
 const json& image_processor_in(const json& file);
 
 // Like parse_huggingface_config(), for a config.json whose model_type is kLlavaModelType. The family is the
-// language model's. Mean and deviation of pixels, which it has not, are those that towers of the kind are trained
-// with.
+// language model's. Mean and deviation of pixels are those that towers of the kind are trained with.
 HuggingFaceModel parse_llava_config(const json& config, const std::string& where,
                                     std::span<const HuggingFaceFamily> families);
 
-// Like make_huggingface_config(), for a model with a tower. Throws Error(kBadInput) for a projector that
-// transformers does not have.
+// Like make_huggingface_config(), with a tower. Throws Error(kBadInput) for a projector that it has not.
 std::string make_llava_config(const HuggingFaceModel& model, DType dtype, const json* origin);
 
 // The files of VILA 1.5's folder beside language model and tower: the config.json of the whole, from that of an
-// import, if there is one, and the projector's; and the tower's. Throws Error(kBadInput) for a projector that
-// VILA 1.5 does not have.
+// import, if there is one, and the projector's. Throws Error(kBadInput) for a projector that VILA 1.5 lacks.
 std::string make_vila_config(const VisionConfig& vision, const json* origin);
 std::string make_vila_projector_config();
 std::string make_tower_config(const TowerConfig& tower, DType dtype);
 
-// The tower that a vision_config, or the config.json of a tower alone, describes; its hidden state is the last but
-// one, as in LLaVA.
+// The tower that a vision_config, or a tower's config.json, describes; its hidden state is the last but one.
 TowerConfig parse_tower_config(const json& config, const std::string& where);
 
 // Sets mean and deviation of pixels to those of published towers of its kind.

@@ -26,9 +26,8 @@ void write_peft_adapter(const LoadedCheckpoint& checkpoint, const Config& config
 inline constexpr const char *kPeftConfigName = "adapter_config.json",
                             *kPeftWeightsName = "adapter_model.safetensors";
 
-// Makes a section `finetune` of peft's adapter_config.json. Throws Error(kBadInput), whose message begins with
-// `where`, for other adapters than LoRA beside whole linear layers, each in all blocks, and for settings that
-// change what is computed.
+// Makes a section `finetune` of peft's adapter_config.json. Throws Error(kBadInput), beginning with `where`, for
+// other adapters than LoRA beside whole linear layers of all blocks, and for settings that change the computation.
 FinetuneConfig parse_peft_config(const json& config, const std::string& where);
 
 // Writes the adapters of peft's `folder` as a checkpoint of step 0 beside `base`, the checkpoint with the weights

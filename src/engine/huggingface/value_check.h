@@ -52,8 +52,7 @@ std::vector<std::string> names_in(const Map& tensors) {
   return names;
 }
 
-// For a tensor that is missing. Says so, and by which other name it is there if it has one of a wrapper in it, such
-// as torch.compile's "_orig_mod.".
+// For a missing tensor. Names the one that is there under a wrapper's prefix: torch.compile's "_orig_mod.".
 [[noreturn]] void refuse_missing(const std::string& where, const std::string& wanted,
                                  const std::vector<std::string>& names);
 

@@ -54,17 +54,15 @@ struct BenchResult {
 BenchResult run_benchmark(const Config& config, Device& device, Communicator& communicator, int64_t steps,
                           bool roofline);
 
-// A temporary token file for measuring speed on, removed at the end: ids with the skew of text, where a few are
-// most of all tokens (log-uniform, the same on every machine). Without images: a model with a tower computes blank
-// ones, as many as with data.
+// A temporary token file for measuring speed on: ids with the skew of text, where a few are most of all tokens
+// (log-uniform, the same on every machine). A model with a tower computes blank images, as many as with data.
 class SyntheticTokens {
  public:
   explicit SyntheticTokens(const Config& config);
   ~SyntheticTokens();
   SyntheticTokens& operator=(SyntheticTokens&&) = delete;
 
-  // `config` with this file to train on and nothing else that touches a disk. Documents are separate only where an
-  // id ends them.
+  // `config` with this file to train on, and without a disk. Documents are separate only where an id ends them.
   Config apply(Config config) const;
 
  private:

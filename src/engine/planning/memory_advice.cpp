@@ -83,15 +83,13 @@ class Ladder {
     return bytes && bytes->within(limit_);
   }
 
-  // True if `after` is possible, and takes less memory of the GPU than `before`: buffers of offload take more in a
-  // small model.
+  // True if `after` is possible, and takes less memory of the GPU than `before`, as offload need not.
   bool saves(const Chosen& after, const Chosen& before) {
     const std::optional<MemoryBytes>&with = planned(after), &without = planned(before);
     return with && with->host <= limit_.host && (!without || with->gpu < without->gpu);
   }
 
-  // Makes change i if that saves memory. If it contradicts another, or the host has too little for both, it
-  // takes the place of that.
+  // Makes change i if that saves memory, in place of one that it contradicts or that takes the host's memory.
   bool make(size_t i, Chosen& chosen) {
     if (chosen[i]) return false;
     Chosen changed = with(chosen, i);
@@ -146,8 +144,7 @@ std::string cost_of_recomputation(FinetuneMethod method) {
                                         : "the same bits, about a third more work";
 }
 
-// More ranks than now that may share each sequence. For long sequences only: parts of others would make small
-// GEMMs.
+// More ranks than now that may share each sequence, where it is long: else GEMMs would be small.
 std::vector<int64_t> sharing_ranks_to_try(const Config& config, int64_t num_gpus) {
   constexpr int64_t kShortestPart = 8192;
   std::vector<int64_t> numbers;
@@ -158,9 +155,8 @@ std::vector<int64_t> sharing_ranks_to_try(const Config& config, int64_t num_gpus
   return numbers;
 }
 
-// True if a higher stage of ZeRO adds gradients, or the squares of their norm, in another order. From stage 1 on
-// each rank has the squares of its own pieces, and from 2 on ranks add up every micro-batch's gradients, not a
-// step's.
+// True if a higher stage of ZeRO adds gradients, or the squares of their norm, in another order. From stage 1 on a
+// rank squares its own pieces, and from 2 on ranks add up every micro-batch's gradients.
 bool changes_sums(const Config& config, int64_t num_gpus) {
   const int64_t stage = config.distributed.zero_stage;
   const bool is_one_sum = config.divides_batch(num_gpus) && config.micro_batches_per_step(num_gpus) == 1;

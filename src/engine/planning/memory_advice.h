@@ -54,8 +54,7 @@ struct GpuPlan {
   double saved_bytes_per_token_layer = 0;  // kept for backward, per token and block
 };
 
-// The plan of `config` on `num_gpus` GPUs under config.distributed: what a rank of such a run allocates. Allocates
-// nothing.
+// What a rank of `config` on `num_gpus` GPUs allocates under config.distributed. Allocates nothing.
 GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus);
 
 // The sums alone.
@@ -93,8 +92,7 @@ struct MemoryAdvice {
   std::string arguments() const;  // "--set section.key=value --set ...", for a shell
 };
 
-// In which order changes are made: that of memory_changes(), or in this order those with the same bits, those of
-// sums, and then the others.
+// In which order changes are made: that of memory_changes(), or equal bits first, then changes of sums alone.
 enum class ChangeOrder : uint8_t { kCheapest, kSameBitsFirst };
 
 // The cheapest changes with which a run on `num_gpus` GPUs plans at most `limit` on each: a fixed list of changes

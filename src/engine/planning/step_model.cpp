@@ -30,8 +30,7 @@ using Kind = RecordedCollective::Kind;
 
 constexpr int64_t kMostQueued = 64;  // of the times that a part is: by then each takes as long as the one before
 
-// Bytes that each GPU sends in a ring: all shards but one, for a reduction and again for the gathering of its
-// result.
+// Bytes that each GPU sends in a ring: all shards but one, and as many again for the gathering of a result.
 double bytes_sent(int64_t num_gpus, Kind kind, int64_t bytes) {
   const double once =
       static_cast<double>(bytes) * static_cast<double>(num_gpus - 1) / static_cast<double>(num_gpus);
@@ -253,8 +252,7 @@ class MeasuredOps {
 
   static double work_of(const OpCost& cost) { return cost.flop > 0 ? cost.flop : cost.bytes; }
 
-  // From the most to the least like: of the same shape, of the same but for what becomes of the output, of the
-  // section, of any.
+  // From the most to the least like: of the same shape, of the same but for accumulation, of the section, of any.
   static std::array<Key, 4> keys_of(StepSection section, const std::string& op, const OpCost& cost) {
     const bool adds = cost.shape.ends_with(kOntoOutput);
     const std::string shape = adds ? cost.shape.substr(0, cost.shape.size() - kOntoOutput.size()) : cost.shape;

@@ -35,8 +35,7 @@ struct Links {
   double network_latency = 0;
   double memory_bandwidth = 0;  // of a GPU, bytes read and written per second
   double host_bandwidth = 0;    // between a GPU and its host's memory, bytes per second in each direction
-  // What communication costs the work beside it, in times of what the bytes that it reads and writes in a GPU's
-  // memory take at memory_bandwidth.
+  // What communication costs the work beside it, in times of what its bytes take at memory_bandwidth.
   double interference = 0;
 };
 
@@ -66,8 +65,7 @@ StepPrediction predict_step(const RecordedStep& step, const WorkSeconds& seconds
 
 // The clock of a device with two streams: one computes, on the other collectives run in their order, each as soon
 // as the work that was queued before it is done. Beside them tensors pass between host memory and the device, in
-// both directions at once, as HostStream (kernels/device/device.h) orders them; that slows nothing. All times are
-// in seconds from the start.
+// both directions at once, as HostStream orders them; that slows nothing. All times are in seconds from the start.
 class StreamTimeline {
  public:
   // Work that takes `seconds` with no collective beside it.
@@ -138,8 +136,7 @@ void require_whole_micro_batches(const Config& config, int64_t num_gpus);
 // Error(kBadInput) for a measurement on several GPUs.
 WorkSeconds measured_work(const StepMeasurement& one);
 
-// Throws Error(kBadInput) naming the keys of `config` that differ from the measured one, of those that `speed`
-// says.
+// Throws Error(kBadInput) naming the keys of `speed` in which `config` differs from the measured one.
 void require_same_speed(const StepMeasurement& measured, const Config& config, SpeedOf speed);
 
 // The step of a rank of `num_gpus` under `config`, in whose time ops take what they took in a measurement on one

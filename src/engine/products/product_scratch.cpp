@@ -11,8 +11,7 @@ constexpr int64_t kAlignment = 256;
 
 std::vector<TensorView*> tensors_of(Gemm& a) { return {&a.a.data, &a.a.scale, &a.b.data, &a.b.scale, &a.out}; }
 
-// Gives each tensor a place in `memory`, which is aligned to kAlignment. Returns where the last one ends. Without
-// memory nothing is changed.
+// Gives each tensor a place in `memory`, aligned to kAlignment, unless it is null. Returns where the last one ends.
 int64_t lay_out(const std::vector<TensorView*>& tensors, std::byte* memory) {
   int64_t end = 0;
   for (TensorView* t : tensors) {

@@ -16,8 +16,7 @@ namespace parka {
 // worth it: steps get 1 to 2 % faster by it (docs/results/speed.md).
 inline constexpr double kRunTuningSeconds = 90, kWorthTuningSeconds = 7200;
 
-// The folders of files of `parka tune` that a run takes by itself: tuning/ beside the config, and in Parka's
-// configs/.
+// The folders of `parka tune`'s files that a run takes by itself: tuning/ beside the config, and in configs/.
 std::vector<std::string> tuning_folders(const std::string& config_path);
 
 // The file of a run's folder that keeps what it uses on this GPU with this library.

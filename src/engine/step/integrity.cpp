@@ -37,8 +37,7 @@ Statement statement_of(const std::string& text) {
   return {said.at("where"), said.at("hashes"), said.at("groups")};
 }
 
-// The ranks, in their order, that differ from most of their group in tensor `i`, or all of a group where no value
-// has most ranks.
+// The ranks that differ from most of their group in tensor `i`, or all of a group without such a value.
 std::vector<std::string> suspects(const std::vector<Statement>& ranks, size_t i) {
   std::map<int64_t, std::map<uint64_t, size_t>> holders;  // of each value in each group
   std::map<int64_t, size_t> members;

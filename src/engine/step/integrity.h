@@ -14,10 +14,9 @@
 
 namespace parka {
 
-// Checks for silent data corruption. A step is deterministic to the bit. So results computed twice, memory that
-// nothing has written, and tensors that several ranks hold must be equal. The checks hash them on the device
-// (kernels/ops/elementwise/bit_hash.h) and compare. A difference throws Error(kCorrupted), which names step, rank,
-// host, GPU and tensor.
+// Checks for silent data corruption. A step is deterministic to the bit, so results computed twice, memory that
+// nothing has written, and tensors that several ranks hold must be equal. The checks hash them on the device and
+// compare. A difference throws Error(kCorrupted), which names step, rank, host, GPU and tensor.
 class IntegrityChecks {
  public:
   // The kinds of memory that are hashed; each has its own table.

@@ -36,8 +36,7 @@ struct RecordedProduct {
   int64_t count = 0;  // in a step
 };
 
-// The products of the step that record_step() records, each key_of() once, those with the most FLOP of a step
-// first.
+// The products of the step that record_step() records, each key_of() once, those with the most FLOP first.
 std::vector<RecordedProduct> record_products(const Config& config, int64_t num_gpus);
 
 // The workspace that the ops of a run take on a GPU, where a rank holds what `zero` says: those of training with

@@ -16,8 +16,7 @@ namespace {
 
 constexpr double kNoNumber = std::numeric_limits<double>::quiet_NaN();  // null in a record
 
-// Rounds a number for a record: more digits would be noise and only make lines long. Numbers that are not finite
-// become null.
+// Rounds a number for a record: more digits would be noise. Numbers that are not finite become null.
 double rounded(double x) { return std::isfinite(x) ? std::stod(fmt::format("{:.5g}", x)) : x; }
 
 // One tensor of all blocks, with nulls for those that have none: gradients where no block below is trained.

@@ -30,13 +30,11 @@ struct TelemetryReport {
   std::vector<Moment> moments;             // [trained parameters][those with range expansion: first, second]
 };
 
-// How far the gradients of the scores of a row of a block's attention are from adding up to zero, relative to the
-// products that delta is the sum of: the relative error of attention's output. 0 where all sums are 0, NaN where no
-// row is finite.
+// How far the score gradients of a row of a block's attention are from adding up to zero, relative to the products
+// that delta sums: the relative error of attention's output. 0 where all sums are 0, NaN without a finite row.
 double imbalance(const AttentionTotals& totals);
 
-// The report as records for the metrics: one of kind "attention", and at most one each of kinds "quantization" and
-// "moments".
+// The report as records for the metrics, one "attention", and at most one "quantization" and one "moments".
 std::vector<ordered_json> telemetry_records(const TelemetryReport& report, int64_t step,
                                             const ParameterTable& table);
 
@@ -92,8 +90,7 @@ class AttentionWatch {
   };
 
   explicit AttentionWatch(double limit) : limit_(limit) {}
-  // A norm of queries and keys bounds the scores, so that they do not grow where queries drift: with model.qk_norm
-  // the limit is ten times the usual 0.01.
+  // A norm of queries and keys bounds the scores, so with model.qk_norm the limit is ten times the usual 0.01.
   explicit AttentionWatch(const Config& config);
   // The blocks of a report, in the order of the steps. Reports without a finite imbalance do not count.
   std::optional<Change> add(const std::vector<AttentionTotals>& blocks);

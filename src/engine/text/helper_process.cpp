@@ -23,8 +23,7 @@
 namespace parka {
 namespace {
 
-// Started with one end of a socket as standard input and output, in a process group of its own; the errno of what
-// failed, or 0.
+// Started with a socket as standard input and output, in its own process group; the errno of what failed, or 0.
 int spawn(const std::vector<std::string>& command, int socket, pid_t& pid) {
   std::vector<char*> arguments;
   arguments.reserve(command.size() + 1);

@@ -11,9 +11,8 @@
 
 namespace parka {
 
-// A child process that answers lines on its standard output with lines on its standard input. It gets its end of
-// input when this object, or the process that has it, is gone; then it has to end. A terminal's Ctrl-C does not
-// reach it.
+// A child process that answers lines on its standard output with lines on its standard input. When its input ends,
+// with this object or its process, it has to end. A terminal's Ctrl-C does not reach it.
 class HelperProcess {
  public:
   // `command` is the program, found along PATH, and its arguments. Throws Error(kBadInput) if it cannot be started.

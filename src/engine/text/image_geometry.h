@@ -20,8 +20,7 @@ std::map<std::string, std::string> processor_of_data(const Config& config,
                                                      const std::optional<std::string>& of_model);
 
 // Warns where the data.json of scripts/prepare_images.py beside data.train says another geometry, mean or deviation
-// of pixels than prompts will have: the run would be shown other pictures than it has learned from. Call it when
-// the run has its tokenizer.
+// of pixels than prompts will have: the run learns from other pictures. Call it when the run has its tokenizer.
 void warn_of_image_geometry(const Config& config);
 
 // The images of a prompt.
@@ -39,9 +38,8 @@ struct ImagePrompt {
 
 // Puts the pictures in the files `paths` in the places of <image> in `text`, or, where it has none, in front of it,
 // a line end behind each. A process of scripts/image_helper.py reads them. `geometry` is crop, pad, stretch, or
-// empty: that of the processor of images in the folder `processor`, or else the usual one of the tower. Throws
-// Error(kBadInput) for a picture that cannot be used, for another number of <image>, and where a text has the id of
-// image slots.
+// empty: that of the processor of images in the folder `processor`, or else the tower's usual one. Throws
+// Error(kBadInput) for an unusable picture, another number of <image>, and a text with the id of image slots.
 ImagePrompt make_image_prompt(const std::string& text, const std::vector<std::string>& paths,
                               const std::string& geometry, const std::string& processor, const VisionConfig& vision,
                               TextCodec& codec);

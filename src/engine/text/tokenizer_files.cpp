@@ -90,8 +90,7 @@ json read_if_there(const fs::path& path) {
   return file_exists(path.string()) ? read_outline(path.string()) : json::object();
 }
 
-// The files that scripts/prepare_data.py has changed for data made for a model: the chat template, the ends of
-// turns, and the tokens around a text.
+// The files that scripts/prepare_data.py changes for data made for a model: template, and tokens at ends.
 std::set<std::string> changed_by_data(const std::string& of_model, const std::string& of_data) {
   std::set<std::string> names = {"chat_template.jinja", "generation_config.json"};
   if (!is_same_file(fs::path(of_model) / kTokenizerName, fs::path(of_data) / kTokenizerName)) {

@@ -34,14 +34,12 @@ std::string tokenizer_of_run(const Config& config);
 void keep_tokenizer(const Config& config);
 
 // Throws what keep_tokenizer() would throw; it writes nothing. Throws Error(kBadInput), too, if files of data.train
-// were made with several tokenizers, or not with data.tokenizer or else that of checkpoint.init_from, as data.json
-// and the tokenizer beside them tell.
+// were made with several tokenizers, or not with data.tokenizer or else checkpoint.init_from's.
 void check_tokenizer(const Config& config);
 // Likewise, but a tokenizer or a model that is not there says nothing.
 void check_present_tokenizer(const Config& config);
 
-// All tokens of a tokenizer, by their ids; and the XXH3-128 of a line "ID TOKEN" for each, which the header of a
-// request file has, too.
+// All tokens of a tokenizer, by their ids; and the XXH3-128 of their lines "ID TOKEN", as request files have it.
 std::map<int64_t, std::string> tokens_of(const std::string& folder);
 std::string checksum_of_tokens(const std::string& folder);
 
@@ -51,8 +49,7 @@ std::map<int32_t, std::string> special_tokens(const std::string& folder);
 // True if both folders have a tokenizer.json, and these are not the same but for the tokens put around a text.
 bool have_different_tokenizers(const std::string& one, const std::string& other);
 
-// bos_token_id, eos_token_id and pad_token_id of config.json, as the files of a tokenizer tell; null where they do
-// not.
+// bos_token_id, eos_token_id and pad_token_id of config.json, by the files of a tokenizer, or null.
 json special_token_ids(const std::string& folder);
 
 }  // namespace parka

@@ -108,8 +108,7 @@ class MetricsEnd {
     return true;
   }
 
-  // Of the steps behind the oldest that was looked at, or behind the first where the look has come to the
-  // beginning.
+  // Finds those behind the oldest step that was looked at, or behind the first if the look came to the beginning.
   void find_missing() {
     const int64_t first = untouched_ > 0 ? *trained_.begin() : 1;
     for (int64_t i = std::max<int64_t>(first, 1); i <= step_; ++i) {

@@ -17,8 +17,7 @@ std::string evaluated(const json& record);
 // describes a training step has an integer field "step".
 class MetricsLog {
  public:
-  // Opens the file for appending; creates it if there is none. Throws Error(kBadInput) or Error(kIo). `lock`: of
-  // its folder, if it is a run's.
+  // Opens or creates the file for appending. Throws Error(kBadInput) or Error(kIo). `lock`: of a run's folder.
   explicit MetricsLog(std::string path, const RunLock* lock = nullptr);
 
   // Appends one line and passes it to the system before it returns, so that a kill of this process loses nothing.
@@ -37,8 +36,7 @@ class MetricsLog {
     int64_t evaluations = 0;  // records of evaluations at `step` that were removed
     int64_t unreadable = 0;   // lines removed because they are not a JSON object: torn by a crash
     std::string set_aside;    // new name of a file that had nothing else
-    // Of the steps up to `step` that a resumed run looks at, those without a record of kind "train": how many, the
-    // first and the last; 0: none.
+    // The steps up to `step`, as far as a resumed run looks, without a "train" record: how many, first, last.
     int64_t missing = 0, first_missing = 0, last_missing = 0;
   };
   // For a run that resumes after `step`: removes the records of later steps, in one atomic replacement. All other

@@ -28,9 +28,8 @@ class Progress {
         last_line_(clock_()) {}
 
   void add(const StepReport& report, double goodput);
-  // "step  120/1000  tokens 1.97M  loss 2.1234  norm 0.87  lr 2.90e-03  31.2k tok/s  602 TFLOP/s
-  // MFU 60.9%  goodput 99.2%  ETA 4m12s" for the last step added: reads well in a terminal and in a log file. MFU
-  // only for cards whose peak is known. Starts a new interval.
+  // "step  120/1000  tokens 1.97M  loss 2.1234  norm 0.87  lr 2.90e-03  31.2k tok/s  602 TFLOP/s MFU 60.9%  goodput
+  // 99.2%  ETA 4m12s" for the last step added, MFU only for cards whose peak is known. Starts a new interval.
   std::string take_line();
 
  private:

@@ -14,12 +14,10 @@ namespace parka {
 // Throws Error(kBadInput) where copies of ranks differ.
 nlohmann::json describe_files(const TokenFiles& files, bool checksum, Communicator& communicator);
 
-// The differences between the files `now` and those of a checkpoint, `saved`, each as a line that names a file.
-// Checksums are compared if both have them.
+// How the files `now` differ from a checkpoint's, `saved`: a line for each. Checksums count if both have them.
 std::vector<std::string> file_differences(const json& saved, const json& now);
 
-// Takes the checksums of `saved`, from which file_differences() tells none: a start without data.checksum loses
-// none.
+// Takes over checksums of `saved`, which tells no differences: a start without data.checksum loses none.
 void keep_checksums(const json& saved, json& now);
 
 }  // namespace parka

@@ -8,9 +8,8 @@
 #include "engine/training/run_records.h"
 #include "engine/training/training_run.h"
 
-// The evaluations that a run makes between its steps: the held-out loss (data.eval), named sets and tasks
-// (evaluation). Each leaves a line in the log, and in metrics.jsonl a record of kind "eval", "eval_set" or "task";
-// losses are in nats per token.
+// The evaluations that a run makes between its steps: the held-out loss (data.eval), named sets and tasks. Each
+// leaves a line in the log, and in metrics.jsonl a record of kind "eval", "eval_set" or "task".
 namespace parka {
 
 // All that a suite evaluates on, as evaluated() names it.

@@ -13,8 +13,7 @@ namespace parka {
 // beside no run, or if its path is too long for the files of a save.
 void check_run_folder(const std::string& folder, const std::string& config_text);
 
-// Writes config.json, the resolved config of the run, unless the command line names that file: then it stays
-// unchanged.
+// Writes config.json, the resolved config of the run, unless the command line names that very file.
 void write_run_config(const std::string& folder, const std::string& config_text,
                       const std::string& file_of_command_line);
 

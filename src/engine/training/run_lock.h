@@ -16,8 +16,7 @@ class RunLock {
     kHolder,   // locks the folder: rank 0
     kWitness,  // the other ranks: know the file that rank 0 has locked
   };
-  // Throws Error(kBadInput) if another process holds the lock. On a file system without locks it warns and
-  // continues.
+  // Throws Error(kBadInput) if another process holds the lock. Without locks in the file system it warns.
   RunLock(std::string folder, Role role);
   RunLock& operator=(RunLock&&) = delete;
   ~RunLock();

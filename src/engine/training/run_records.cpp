@@ -69,8 +69,7 @@ class HistoryReader {
     if (tuning != record.end() && tuning->is_string()) history_.gemm_tuning = tuning->get<std::string>();
   }
 
-  // By a record's own goodput: those before it may have gone with a file that was rotated. Older versions have
-  // none.
+  // By a record's own goodput: those before it may have gone with a rotated file. Older versions have none.
   void take_step(const json& record, int64_t of_step) {
     has_earlier_step_ = has_earlier_step_ || of_step < step_;
     if (goodput_ > 0) return;

@@ -86,8 +86,7 @@ bool RunSaver::wait_for(std::chrono::milliseconds patience) {
 }
 
 // A rank that has failed may be unable to leave a note in the folder, and one that waits for it there takes no part
-// in what the run does. So until all are done, each says again and again whether it has failed, and whether it is
-// done.
+// in what the run does. So until all are done, each repeats whether it has failed or is done.
 bool RunSaver::wait_for_all_ranks() {
   for (;;) {
     bool is_done = wait_for(kSlice);

@@ -49,8 +49,7 @@ double flop_per_image(const VisionConfig& vision, const ParameterTable& table) {
   return flop + attention * (trains_tower ? 3 : 1);
 }
 
-// Of the products with weights: twice for each element that takes part in forward, in input and in weight
-// gradients.
+// The products with weights take two for each element in forward, in input and in weight gradients.
 double frozen_weight_flop(const ParameterTable& table) {
   double flop = 0;
   for (size_t i = 0; i < table.all.size(); ++i) {

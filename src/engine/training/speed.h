@@ -19,9 +19,8 @@ inline constexpr const char* kFrozenFlopFormula =
     "2 x parameters without input embedding + 2 x those through which gradients pass + 2 x those trained + attention";
 
 // Model FLOP per trained token by these formulas, whose second term is causal attention counted once. Forward and
-// backward, without recomputation. With frozen parameters, their weight gradients are not counted, nor is backward
-// in units below the lowest one that is trained. Those of tower and projector for so many images of each sequence
-// are added, divided by its tokens.
+// backward, without recomputation. Weight gradients of frozen parameters are not counted, nor is backward below the
+// lowest trained unit. Tower and projector add theirs for so many images of each sequence, per token.
 double flop_per_token(const ModelConfig& model, const ParameterTable& table, int64_t sequence_length,
                       int64_t images_per_sequence = 0);
 

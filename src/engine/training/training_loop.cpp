@@ -44,8 +44,7 @@ std::string utc_offset() {
   return {text.data(), std::strftime(text.data(), text.size(), "%z", &local)};
 }
 
-// Calls `action`. Returns false, with a warning, where it fails as a save may: an error that ends the run must not
-// be replaced by that one.
+// Calls `action`. Returns false, with a warning, where it fails as a save may: the run's own error must prevail.
 template <typename Action>
 bool succeeds(const Action& action) {
   try {
@@ -58,8 +57,7 @@ bool succeeds(const Action& action) {
   }
 }
 
-// The members use those above them, and none below: the run and its records know nothing of saves, nor these of the
-// loop.
+// Members use those above them alone: the run and its records know nothing of saves, nor these of the loop.
 class TrainingLoop {
  public:
   TrainingLoop(const Config& config, const TrainingStart& start, Launch& launch, const RunLock& lock,
@@ -166,9 +164,8 @@ class TrainingLoop {
     return {(most & 2) != 0, (most & 1) != 0, (most & 4) != 0};
   }
 
-  // The weights are known to be sound once a step or an evaluation with them was finite; until then older
-  // checkpoints stay. A save while steps are skipped holds what the last update has left, which may be their
-  // reason.
+  // Weights are known to be sound once a step or evaluation with them was finite; until then older checkpoints
+  // stay. A save while steps are skipped holds the last update's weights, which may be their reason.
   void save() {
     const int64_t step = run_.completed_steps();
     const bool is_sound = !ends_at_bad_step_ && run_.skipped_in_a_row() == 0;
@@ -245,8 +242,7 @@ class TrainingLoop {
     if (!resumes) begin();
     const int64_t step = first_step_ = run_.completed_steps();
     const auto recorded = is_first_ && resumes ? records_.read_earlier(step) : std::set<std::string>();
-    // The save comes before the evaluation of its step, which may have been cut off, or the config evaluates on
-    // more by now.
+    // The save comes before the evaluation of its step, which may have been cut off, or have grown by now.
     const bool is_missing = evaluation_is_due(step) && !std::ranges::includes(recorded, evaluated_by(suite_));
     evaluation_is_missing_ = communicator_.max(is_first_ && is_missing ? 1.0 : 0.0) > 0;
     const bool is_done = step >= config_.training.steps;

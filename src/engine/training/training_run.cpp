@@ -226,8 +226,7 @@ void TrainingRun::read_weights(const LoadedCheckpoint& checkpoint, Weights which
   std::vector<ParameterInfo> wanted = parameters;
   std::erase_if(wanted, is_other);
   const CheckpointWeights weights(checkpoint, wanted, adapters);
-  // Weights of a base are in no checkpoint of this run: whoever reads them from the base's, inference and export
-  // too, rounds to nearest even.
+  // Weights of a base are in no checkpoint of this run: whoever reads them from the base rounds to nearest even.
   const bool stays_with_base =
       config_.finetune.method != FinetuneMethod::kFull && config_.precision.compute == DType::kBF16;
   for (size_t i = 0; i < parameters.size(); ++i) {
@@ -275,8 +274,7 @@ std::vector<double> TrainingRun::source_epochs(DataPosition position) const {
 }
 
 // Returns the number of targets of all ranks in the step that begins with this micro-batch. If steps differ in
-// that, its inverse goes where the gradients will be scaled by it. A step without targets has a loss and gradients
-// of 0.
+// that, gradients are scaled by its inverse. A step without targets has a loss and gradients of 0.
 int64_t TrainingRun::count_targets(const MicroBatch& first) {
   if (!bound_.targets_vary()) return config_.training.global_batch_size * (config_.data.sequence_length - 1);
   int64_t sum = 0;

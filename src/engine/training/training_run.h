@@ -69,17 +69,15 @@ class TrainingRun {
   TrainingRun(const Config& config, Device& device, Communicator& communicator);
 
   void initialize();
-  // For measuring speed: as initialize(), but parameters of one shape get the same values, which takes a fraction
-  // of the time for a large model.
+  // As initialize(), to measure speed: parameters of one shape get the same values, which takes less time.
   void initialize_alike();
   // Starts from the weights of a checkpoint, whatever its formats: at step 0 of this run's data, with fresh
   // moments. Returns the settings of its model that differ, one line each, where that is allowed. Throws
   // Error(kBadInput) when its model is another one or has values that are not finite.
   std::vector<std::string> initialize_from(const LoadedCheckpoint& checkpoint);
   // Takes over weights, states and position. Returns the settings that differ from the checkpoint's, one line each,
-  // where that is allowed; so are, where they may be converted, other formats of masters and moments. Throws
-  // Error(kBadInput) when the checkpoint does not fit the config or holds values that are not finite; the run must
-  // not be used then.
+  // where that is allowed; so are other formats of masters and moments, where they may be converted. Throws
+  // Error(kBadInput) when the checkpoint does not fit or is not finite; the run must not be used then.
   std::vector<std::string> restore(const LoadedCheckpoint& checkpoint, bool converts_states = false);
   // Everything that restore() needs. No step may be unfinished.
   enum class SnapshotForm : uint8_t {
@@ -109,23 +107,20 @@ class TrainingRun {
   // that trains adapters beside those of another checkpoint, which its own name.
   std::vector<NamedTensor> tensors() const;
 
-  // Queues one step and does not wait for it; reports the one before, whose outcome the update waits for (the
-  // device then still has this step's forward and backward to work on). On a device that is done when it returns,
-  // as the CPU is, the report is of this step. After a step that was not applied under non_finite = stop nothing is
-  // queued any more.
+  // Queues one step and does not wait for it; reports the one before, whose outcome the update waits for. On a
+  // device that is done when it returns, as the CPU is, the report is of this step. After a step that was not
+  // applied under non_finite = stop nothing is queued any more.
   std::optional<StepReport> step();
   // The report of a step that step() has not reported yet, if there is one. Waits for it.
   std::optional<StepReport> finish();
-  // After a step that was not applied: the run is as it was before it, to be saved. It must be the last one, with
-  // none unfinished, and no other can follow.
+  // After a step that was not applied, the last one, with none unfinished: the run is as before it, to be saved.
   void take_back(const StepReport& step);
   int64_t completed_steps() const { return completed_steps_; }  // queued ones count
   int64_t applied_steps() const { return applied_steps_; }      // finished ones; 0: the weights are as they began
   // Steps that were not finite, up to the newest finished one; those before restore() count.
   int64_t skipped_in_a_row() const { return skipped_in_a_row_; }
 
-  // As it was given, but for checkpoint.init_from of a run that was restored: that of the checkpoint, or where what
-  // this names lies by now.
+  // As it was given, but for a restored run's checkpoint.init_from: the checkpoint's, or where that lies by now.
   const Config& config() const { return config_; }
   const MemoryPlan& plan() const { return declared_.plan; }
   Model& model() { return declared_.model; }

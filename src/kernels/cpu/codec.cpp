@@ -61,8 +61,7 @@ void encode_tensor(const Matrix& x, const ScaledView& out, ScaleSource source) {
   });
 }
 
-// Scales the groups into `scaled` first and encodes the row in one go: a loop over 16 elements is too short for
-// the 64 that a vector of codes holds.
+// Scales the groups into `scaled` first and encodes the row in one go: a loop over 16 elements is too short.
 void encode_groups_of_row(const float* x, int64_t cols, const ScaledView& out, int64_t r, float* scaled) {
   const int64_t groups = ceil_div(cols, out.group);
   for (int64_t g = 0; g < groups; ++g) {

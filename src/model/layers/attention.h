@@ -87,8 +87,7 @@ class Attention {
   int q_norm_, k_norm_;  // their weights; -1: none
   Linear qkv_layer_, out_layer_;
 
-  // [T, (H + 2 Hkv) D] rotated q, k, and v: what attention reads. With a norm and no FP8 copy: q, k and v as they
-  // are projected.
+  // [T, (H + 2 Hkv) D] rotated q, k, and v, which attention reads. With a norm and no FP8 copy: as projected.
   TensorId qkv_;
   // The same in FP8, or with a norm q, k and v as they are projected; invalid: qkv_ itself is kept.
   MatrixId qkv_saved_;

@@ -17,8 +17,7 @@ class Head {
   void forward(const StepContext& step, const TensorView& residual, const TensorView& branch) const;
   // [T, d] that norm, of which the logits are made. Whoever changes it does so before them.
   TensorView hidden(const StepContext& step) const { return norm_.output(step).data; }
-  // Logits of some rows, until the next call: [count, V + padding()]. count is at most max_rows(). This and the
-  // following functions need forward() first.
+  // Logits of at most max_rows() rows, until the next call: [count, V + padding()]. First comes forward().
   TensorView logits(const StepContext& step, int64_t first_row, int64_t count) const {
     return logits(step, weight(step), first_row, count);
   }
@@ -27,8 +26,7 @@ class Head {
   int64_t padding() const { return (kLogitsAlignment - vocab_size_ % kLogitsAlignment) % kLogitsAlignment; }
   // The loss of every token.
   void loss(const StepContext& step) const;
-  // The same, and backward to the stream's d_residual, in FP8 too where GEMMs are; no further than to its own
-  // weight where nothing below is trained.
+  // The same, and backward to the stream's d_residual, in FP8 too where GEMMs are, or only to its own weight.
   void loss_and_backward(const StepContext& step, const LossOptions& options, const ResidualStream& stream) const;
   // Backward no further than to the gradient of hidden(), [T, d].
   void loss_and_backward(const StepContext& step, const LossOptions& options, const TensorView& d_hidden) const;

@@ -14,8 +14,7 @@ namespace parka {
 
 struct StepContext;
 
-// A matrix on its way into GEMMs: in rows for outputs and input gradients, transposed (FP8 only) for weight
-// gradients.
+// A matrix on its way into GEMMs: in rows, and with FP8 transposed for weight gradients.
 struct GemmInput {
   ScaledView row, transposed;
   TensorView plain = {};  // gradients only: the same in the compute format, what a bias gradient sums up
@@ -37,8 +36,7 @@ class Linear {
 
   Linear(const PrecisionConfig& precision, const ParameterTable& table, const std::string& name);
 
-  // The buffers of adapters. `forward` and `backward` are the phases in which forward runs, and input_gradient()
-  // and weight_gradient().
+  // The buffers of adapters, by the phases of forward, and of input_gradient() and weight_gradient().
   void declare(BufferScope& scope, const std::string& name, PhaseMask forward, PhaseMask backward);
 
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
@@ -46,8 +44,7 @@ class Linear {
   bool is_product() const { return adapters_.empty() && bias_ < 0; }
   Gemm product(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void input_gradient(const StepContext& step, const GemmInput& d_out, const TensorView& d_x) const;
-  // True if the weight is trained, and if it or an adapter is: else weight_gradient() is not to be called, and
-  // nobody needs the input again.
+  // True if the weight is trained, and if it or an adapter is: else nobody needs the input again.
   bool trains_weight() const { return trains_weight_; }
   bool reads_input_again() const { return trains_weight_ || !adapters_.empty(); }
   // After input_gradient().
@@ -64,8 +61,7 @@ class Linear {
   // Columns of an adapter in a matrix of out's width, with padding(adapter) columns after them.
   TensorView columns(const TensorView& out, const Adapter& adapter) const;
   int64_t padding(const Adapter& adapter) const { return rows_ - adapter.rows; }
-  // x A^T of all adapters, or its gradient without the scale, and an adapter's columns there, with inner_padding()
-  // columns after them.
+  // x A^T of all adapters, or its gradient unscaled, and an adapter's columns there, then inner_padding() ones.
   int64_t inner_width() const { return static_cast<int64_t>(adapters_.size()) * rank_; }
   int64_t inner_padding() const { return inner_width() - rank_; }
   TensorView inner(const StepContext& step, TensorId id) const;
@@ -82,8 +78,7 @@ class Linear {
   void outer_products(const StepContext& step, const TensorView& out, bool accumulate) const;
   void inner_gradients(const StepContext& step, const ScaledView& d_out) const;
   void add_dropped_gradients(const StepContext& step, const TensorView& d_x) const;
-  // x as the adapter sees it: with elements left out, in a buffer that the next call overwrites. x is [T, K], or
-  // [K, T] if `transposed`.
+  // x, [T, K] or `transposed`, as the adapter sees it: with elements left out, in a buffer until the next call.
   TensorView dropped(const StepContext& step, const Adapter& adapter, const TensorView& x, bool transposed) const;
   void drop(const StepContext& step, const Adapter& adapter, const TensorView& x, const TensorView& y,
             bool accumulate, bool transposed) const;

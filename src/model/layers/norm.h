@@ -38,8 +38,7 @@ class Norm {
   ScaledView output(const StepContext& step) const;  // [T, d]
   // The output for a weight gradient: what forward kept, or made again.
   GemmInput output_again(const StepContext& step) const;
-  // d_sum = d_residual + the gradient through the norm; an empty d_residual is zero. `quantized` is d_sum in FP8;
-  // empty views are not wanted.
+  // d_sum = d_residual, if any, + the gradient through the norm. `quantized` is d_sum in FP8, where wanted.
   void backward(const StepContext& step, const TensorView& d_output, const TensorView& d_residual,
                 const TensorView& d_sum, const GemmInput& quantized) const;
 

@@ -8,8 +8,7 @@ namespace parka {
 // The tensors that the branches of a stack hand on to one another, forward and backward, in one set of buffers.
 class ResidualStream {
  public:
-  // Phases in which inner layers read d_inner, in rows and transposed, and in which their last op writes
-  // d_norm_output.
+  // Phases in which inner layers read d_inner, in rows and transposed, and write d_norm_output last.
   struct BackwardPhases {
     PhaseMask rows, transposed, d_norm_output;
   };

@@ -17,8 +17,7 @@ namespace parka {
 // stream. The stack knows nothing of where its input comes from, and what becomes of its output.
 class Stack {
  public:
-  // Names begin with `name`. Each block's parameters are a unit of their own (ParameterInfo::unit), unless all are
-  // to be of the unit at hand.
+  // Names begin with `name`. Each block's parameters are a unit (ParameterInfo::unit), unless all are of this one.
   static void add_parameters(ParameterList& list, const ModelConfig& model, std::string_view name,
                              bool has_units = true);
 
@@ -52,8 +51,7 @@ class Stack {
     return std::visit([&](const auto& ffn) { return ffn.residual(step); }, block(l).ffn);
   }
   void backward_block(const StepContext& step, int64_t l, bool quantize) const;
-  // From the gradient of what forward() has left to that of the input of the lowest block that goes backward; both
-  // are the stream's d_residual.
+  // From the gradient of what forward() has left to that of the lowest trained block's input, both d_residual.
   void backward(const StepContext& step) const;
 
  private:

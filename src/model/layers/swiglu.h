@@ -7,8 +7,7 @@
 
 namespace parka {
 
-// out = W_down (up * act(gate)), with [up, gate] = W_up_gate x and act of model.activation. An inner layer of
-// Branch.
+// out = W_down (up * act(gate)), with [up, gate] = W_up_gate x and act of model.activation. Inner layer.
 class Swiglu {
  public:
   static constexpr const char *kNormName = "ffn_norm", *kPostNormName = "ffn_post_norm";

@@ -19,8 +19,7 @@ class Downsample {
   Downsample(const SideRules& rules, int64_t d, int64_t s, const ParameterTable& table, const std::string& prefix,
              const Format& kept_fp8, BufferScope& scope);
 
-  // [T, d] where h is to be. If backward reads h in the compute format, it is saved there; else all downsamples
-  // share this memory.
+  // [T, d] where h is to be: saved if backward reads it in the compute format, else in memory of all downsamples.
   TensorView input(const StepContext& step) const { return step.tensor(input_, step.num_tokens(), width_); }
   // From input() to out [T, s].
   void forward(const StepContext& step, const TensorView& out) const;

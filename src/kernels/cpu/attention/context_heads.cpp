@@ -7,8 +7,7 @@
 namespace parka::cpu {
 namespace {
 
-// Calls copy(row of x, first byte in it, byte in parts, bytes) for the query heads, the key heads and the value
-// heads of each row of each part.
+// Calls copy(row of x, first byte in it, byte in parts, bytes) for query, key and value heads of each part's rows.
 template <typename Copy>
 void for_each_run(const TensorView& parts, int64_t num_heads, int64_t num_kv_heads, const Copy& copy) {
   const int64_t B = parts.dim[0], C = parts.dim[1], L = parts.dim[2], w = parts.dim[3],

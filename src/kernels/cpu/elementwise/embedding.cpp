@@ -24,8 +24,7 @@ void check_id(const char* op, int64_t row, int32_t id, int64_t V) {
 // The rows of one token, in order.
 using Run = std::span<const TokenRow>;
 
-// The runs of all tokens, without image slots. Throws Error(kInternal) if embedding_order could not have made
-// `order` from any ids.
+// The runs of all tokens, without image slots. Throws Error(kInternal) for an `order` that no ids give.
 std::vector<Run> runs_of(const EmbeddingBackward& a) {
   const Run rows(a.rows(), static_cast<size_t>(a.order.dim[0]));
   const auto is_slot = [](const TokenRow& row) { return row.id == kImageSlot; };

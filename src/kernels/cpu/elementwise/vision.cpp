@@ -95,8 +95,7 @@ void positions_backward(Device&, const PositionsBackward& a) {
 
 namespace {
 
-// f(row of the grids' tokens, or -1 outside of a grid; row and square of it in the merged grids) for all squares of
-// `images` images.
+// f(row of the grids' tokens, or -1 outside; row and square of it in the merged grids) for all squares.
 template <typename F>
 void for_each_merged(const TokenMerge& m, int64_t images, const F& f) {
   const int64_t k = m.factor;

@@ -88,9 +88,8 @@ struct TileShape {
   int64_t rows, cols;
 };
 
-// Depends on the shape of the output alone, so that the result does not depend on the number of threads. Large
-// tiles pack their operands least often; small ones leave work for every core where the output is small, as that of
-// a weight gradient often is.
+// Depends on the shape of the output alone, so that results do not depend on the number of threads. Large tiles
+// pack their operands least often; small ones leave work for every core where the output is small.
 TileShape choose_tile(int64_t rows, int64_t cols) {
   constexpr TileShape kLarge{256, 256}, kSmall{128, 64};
   constexpr int64_t kEnoughTiles = 8;

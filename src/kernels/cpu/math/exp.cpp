@@ -8,8 +8,7 @@
 namespace parka::cpu {
 
 void exp_elements(const float* x, int64_t count, float* out) {
-  // A block of fixed size always takes Eigen's vector path, the zero-padded tail too: its scalar path rounds
-  // otherwise.
+  // A block of fixed size always takes Eigen's vector path, the padded tail too: its scalar path rounds otherwise.
   using Block = Eigen::Array<float, 64, 1>;
   constexpr int64_t kBlock = Block::SizeAtCompileTime;
   int64_t i = 0;
@@ -20,8 +19,7 @@ void exp_elements(const float* x, int64_t count, float* out) {
     tail = tail.exp().eval();
     std::copy_n(tail.data(), count - i, out + i);
   }
-  // On AVX2 Eigen's exp stops at a subnormal, for -inf too. Such a probability, times a large value, would count,
-  // and products with subnormals are slow.
+  // On AVX2 Eigen's exp stops at a subnormal, for -inf too, which would count and is slow to multiply.
   for (i = 0; i < count; ++i) out[i] = out[i] < std::numeric_limits<float>::min() ? 0.0f : out[i];
 }
 

@@ -69,8 +69,7 @@ std::vector<float> decoded_vector(const TensorView& x) {
   return values;
 }
 
-// The one place where y is computed, so that norm_recompute repeats norm_forward bit for bit. An empty bias is not
-// added: the sum with 0 would make 0 of -0.
+// The one place where y is computed, so norm_recompute repeats its bits. An empty bias is not added: -0 + 0 = 0.
 void normalize(const float* x, const Statistics& s, const std::vector<float>& weight,
                const std::vector<float>& bias, int64_t cols, float* y) {
   for (int64_t c = 0; c < cols; ++c) y[c] = (x[c] - s.mean) * s.rstd * weight[c];

@@ -33,9 +33,8 @@ namespace {
 
 constexpr uint32_t kMagnitudeBits = 0x7fffffffu;
 
-// (|q| / max)^(1 / k) for every exponent 16 k and magnitude of a code. Both fit in a byte, so all of them take 128
-// KiB, and reading a moment needs no power function. Exponents below 16 are never written; 0, that of zeroed
-// memory, and the others have only zeros.
+// (|q| / max)^(1 / k) for every exponent 16 k and magnitude of a code. Both fit in a byte, so all take 128 KiB, and
+// reading a moment needs no power function. Exponents below 16, as of zeroed memory, have only zeros.
 class RootTable {
  public:
   RootTable() : roots_(256 * kCodes) {
@@ -92,9 +91,8 @@ Extremes extremes(const float* x, int64_t count) {
   return {std::bit_cast<float>(largest), std::bit_cast<float>(smallest_less_one + 1u)};
 }
 
-// out[i] = (|x[i]| / amax)^k, at least 2^-126, which becomes code 0. Exactly 1 for the largest member. Relative
-// error below 2^-18 for what k stretches over a format's range (results from 2^-32 on), none for k = 1 but the
-// division's.
+// out[i] = (|x[i]| / amax)^k, at least 2^-126, which becomes code 0. Exactly 1 for the largest. Relative error
+// below 2^-18 for what k stretches over a format's range (from 2^-32 on), none for k = 1 but the division's.
 void expand(const float* x, int64_t count, float amax, uint8_t exponent, float* out) {
   for (int64_t i = 0; i < count; ++i) out[i] = std::abs(x[i]) / amax;
   if (exponent == 16) return;
@@ -230,8 +228,7 @@ struct UpdateConstants {
         inverse_sqrt_bias2(static_cast<float>(1.0 / std::sqrt(double{a.bias_correction2}))) {}
 };
 
-// w, m and v of `count` elements, in place. The root of v is taken before the bias correction: v / bias2 could
-// overflow.
+// w, m and v of `count` elements, in place. v's root comes before the bias correction: v / bias2 could overflow.
 void update(const AdamwStep& a, const UpdateConstants& c, int64_t count, const float* gradient, float* m, float* v,
             float* w) {
   for (int64_t i = 0; i < count; ++i) {
