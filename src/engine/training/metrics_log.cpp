@@ -78,7 +78,7 @@ class MetricsEnd {
   }
 
   bool removes() const { return result.unreadable + result.later + result.evaluations > 0; }
-  // Whether it has no record at all.
+  // True if it has no record at all.
   bool is_foreign() const {
     return result.unreadable > 0 && lines_.empty() && result.later == 0 && result.evaluations == 0;
   }

@@ -31,7 +31,7 @@ bool has_been_run_in(const std::string& folder) {
   return file_exists(folder + "/lock") || !list_step_folders(folder).empty();
 }
 
-// Whether this is how a run writes its config, also one of an older Parka, which had fewer keys: every section, and
+// True if this is how a run writes its config, also one of an older Parka, which had fewer keys: every section, and
 // not a byte that the writer would not have put there.
 bool is_resolved_config(const std::string& text) {
   const ordered_json root = parse_ordered_json_if_valid(text);
@@ -43,7 +43,7 @@ bool is_resolved_config(const std::string& text) {
   });
 }
 
-// Whether a run wrote a line of this file.
+// True if a run wrote a line of this file.
 bool has_record_of_run(const std::string& path) {
   const InputFile file(path);
   bool found = file.num_bytes() == 0;
@@ -90,7 +90,7 @@ void refuse_other_content(const std::string& folder) {
   }
 }
 
-// Whether `name` turns up in the folder. A network file system may be late.
+// True if `name` turns up in the folder. A network file system may be late.
 bool turns_up(const std::string& folder, const std::string& name, std::chrono::milliseconds patience) {
   const auto deadline = std::chrono::steady_clock::now() + patience;
   for (;;) {

@@ -17,7 +17,7 @@ void log_data(const TokenFiles& data, const Config& config);
 // Warns where a run with more checkpoints than it keeps, as after a smaller checkpoint.keep, will remove some.
 void log_removals(const CheckpointConfig& config);
 
-// Whether the config ends the run at a step whose loss or gradients are not finite, the last of `skipped_in_a_row`.
+// True if the config ends the run at a step whose loss or gradients are not finite, the last of `skipped_in_a_row`.
 bool ends_run(const Config& config, int64_t skipped_in_a_row);
 // Throws Error(kNonFinite) for that step. `saved_step`: the newest checkpoint's, if it has the state before.
 [[noreturn]] void throw_bad_step(const StepReport& report, const Config& config, int64_t skipped_in_a_row,

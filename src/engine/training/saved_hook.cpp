@@ -153,7 +153,7 @@ void SavedHook::work() {
   }
 }
 
-// Whether it ended with 0; else `failure` gets what went wrong, or nothing where this object is about to go.
+// True if it ended with 0; else `failure` gets what went wrong, or nothing where this object is about to go.
 bool SavedHook::run_command(const std::string& path, std::string& failure) {
   pid_t pid;
   if (const int error = spawn_shell(command_for(on_saved_, path), pid); error != 0) {

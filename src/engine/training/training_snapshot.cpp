@@ -36,7 +36,7 @@ ResumeDifferences check_resumable(const LoadedCheckpoint& checkpoint, const Conf
       may_be_converted ? "go on with --convert-states, which rounds masters and moments to the new formats, " : "");
 }
 
-// Whether two values of checkpoint.init_from name the same, which may have moved to another folder.
+// True if two values of checkpoint.init_from name the same, which may have moved to another folder.
 bool is_same_source(const std::string& one, const std::string& other) {
   const auto name = [](const std::string& path) {
     const fs::path plain = (fs::path(path) / "").lexically_normal().parent_path();
@@ -46,7 +46,7 @@ bool is_same_source(const std::string& one, const std::string& other) {
   return name(one) == name(other);
 }
 
-// Whether the checkpoint at `found` is what checkpoint.init_from names, itself or the folder that it is in.
+// True if the checkpoint at `found` is what checkpoint.init_from names, itself or the folder that it is in.
 bool is_named_by(const std::string& init_from, const fs::path& found) {
   if (init_from.empty()) return false;
   const fs::path given = (fs::absolute(init_from) / "").lexically_normal().parent_path();

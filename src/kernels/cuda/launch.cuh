@@ -51,8 +51,7 @@ void launch(const CudaDevice& device, std::string_view op, void (*kernel)(Parame
 // ---- Programmatic dependent launch ----
 //
 // A kernel is launched before the previous one in the stream ends, so that short kernels lose less time at their
-// start. In code of compute capability 9.0 and later; in other code, which a later GPU may run too, it is an
-// ordinary launch.
+// start: in code of compute capability 9.0 and later; in other code it is an ordinary launch.
 
 // All threads of a kernel launched by launch_early() call this first. It waits for the previous kernel, and lets
 // the blocks of the next one start as soon as resources are free. All blocks must wait: otherwise this kernel could

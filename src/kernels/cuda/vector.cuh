@@ -8,8 +8,7 @@
 #include "core/error.h"
 #include "core/number_formats.h"
 
-// Building blocks of memory-bound kernels: wide loads and stores that convert between fp32 and the stored format,
-// and reductions in a fixed order.
+// Building blocks of memory-bound kernels: wide loads and stores, converted to fp32, and sums in a fixed order.
 namespace parka::cuda {
 
 constexpr int kWarpSize = 32;

@@ -30,8 +30,7 @@ class Arena {
     std::function<void(void* memory)> release;
   };
 
-  // Allocates plan.total_bytes() and, in host memory, plan.total_host_bytes(), and zeroes both. All arguments must
-  // outlive the arena.
+  // Allocates plan.total_bytes() and plan.total_host_bytes(), and zeroes both. All arguments must outlive it.
   Arena(Device& device, const MemoryPlan& plan)
       : Arena(device, plan,
               {[&device](int64_t bytes) { return device.allocate(bytes); },

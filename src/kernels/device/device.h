@@ -68,8 +68,7 @@ class StagingBuffer {
   virtual ~StagingBuffer() = default;  // waits for the copies
   // Why the host cannot give the memory; empty: it can. Waits until that is known.
   virtual const std::string& failure() = 0;
-  // Queues copies of the tensors, which take at most the place of which the buffer was made. Nobody may still read
-  // what begin() left before.
+  // Queues copies of the tensors, of at most the buffer's bytes. Nobody may still read what begin() left before.
   virtual void begin(const std::vector<TensorView>& tensors) = 0;
   // The device's later work waits until tensor `index` of begin() is copied.
   virtual void order_after(size_t index) = 0;
@@ -81,8 +80,7 @@ class StagingBuffer {
   static int64_t place_of(int64_t bytes) { return (bytes + kAlignment - 1) / kAlignment * kAlignment; }
 };
 
-// Holds tensors and runs ops. Work is queued in order; on the CPU it is done when the call returns.
-// A Device is used from one thread.
+// Holds tensors and runs ops, from one thread. Work is queued in order; on the CPU it is done on return.
 class Device {
  public:
   virtual ~Device() = default;
@@ -104,8 +102,7 @@ class Device {
   virtual void release_host(void* memory) = 0;
 
   // Scratch memory for ops, which use it in turn: what they keep in it is of no use to the next op. It must hold
-  // what the largest op needs (workspace_of(), kernels/op/op.h), stay allocated, and be set before the first op.
-  // The CPU needs none.
+  // what the largest op needs (workspace_of()), stay allocated, and be set before the first op. The CPU needs none.
   virtual void set_workspace(void* memory, int64_t bytes) = 0;
 
   // `host` may be changed as soon as the call returns, though the copy itself is queued.

@@ -10,8 +10,7 @@ namespace parka {
 // - "90-virtual" is PTX, which the driver of any GPU of this version or a later one compiles when it loads it.
 bool runs_on_gpu(std::string_view architectures, int major, int minor);
 
-// True if the code that runs there is of compute capability `version` (90: 9.0) or later: a driver takes that of
-// the latest one that runs on the GPU.
+// True if the code that runs there, the latest that can, is of compute capability `version` (90: 9.0) or later.
 bool runs_code_of(int version, std::string_view architectures, int major, int minor);
 
 }  // namespace parka

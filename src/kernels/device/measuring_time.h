@@ -16,8 +16,7 @@ std::vector<double> divide_measuring(const std::vector<Measured>& all, double se
 
 class Device;
 
-// Bytes read and written per second by copies within the device that are far larger than any cache, of random data:
-// the ceiling of what is bound by memory.
+// Bytes read and written per second by large copies of random data on the device: the ceiling of memory.
 double measure_copy_bandwidth(Device& device);
 
 }  // namespace parka

@@ -14,8 +14,7 @@ namespace parka {
 
 struct Gemm;
 
-// A device's op_recorder() may also be one, to be told of GEMMs with their tensors, before it is told of them as
-// ops.
+// A device's op_recorder() may also be one, to be told of GEMMs with their tensors, before their ops.
 class ProductRecorder {
  public:
   virtual ~ProductRecorder() = default;

@@ -7,8 +7,7 @@
 #include "kernels/device/device.h"
 #include "kernels/op/op.h"
 
-// The pieces with which ops/*.cpp define an op: checks of its arguments, its cost, and the way to an
-// implementation.
+// The pieces with which ops/*.cpp define an op: checks of its arguments, its cost, and its dispatch.
 namespace parka {
 
 // ---- Checks: every message names the op and the tensor, and says what was given and wanted ----

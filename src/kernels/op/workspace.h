@@ -3,25 +3,22 @@
 #include <cstdint>
 #include <vector>
 
-// Bytes of workspace (Device::set_workspace) that ops take on a GPU: functions of shapes alone, so that a plan can
-// be made without one. workspace_of() of an op (kernels/op/op.h) says which of them it takes, and its kernel takes
-// them by the same function.
+// Bytes of workspace (Device::set_workspace) that ops take on a GPU: functions of shapes alone, so that a plan
+// needs none. workspace_of() of an op says which of them it takes, and its kernel takes them by the same function.
 namespace parka::cuda {
 
 // cuBLASLt's kernels. NVIDIA recommends 32 MiB for Hopper; no algorithm that tuning chose with that, for recipe
 // parka at 1 and 7 billion parameters (configs/tuning), wants more than this.
 inline constexpr int64_t kGemmWorkspaceBytes = int64_t{16} << 20;
 
-// norm_backward: partial sums of d_weight, fp32 [blocks, C], of as many blocks as keep a GPU busy. Twice that where
-// there is a d_bias.
+// norm_backward: partial sums of d_weight, fp32 [blocks, C], of blocks that keep a GPU busy; twice with d_bias.
 inline int64_t norm_backward_max_blocks(int64_t cols) {
   const int64_t fit = (int64_t{8} << 20) / (4 * cols);
   return fit > 256 ? fit : 256;
 }
 inline int64_t norm_backward_workspace_bytes(int64_t cols) { return norm_backward_max_blocks(cols) * cols * 4; }
 
-// bias_backward: sums of pieces of the rows, fp32 [pieces, C]. Their number is one of rows alone, so that a sum has
-// the same order on every GPU.
+// bias_backward: sums of pieces of the rows, fp32 [pieces, C], in an order of the rows' number alone.
 inline int64_t bias_backward_pieces(int64_t rows) {
   constexpr int64_t kMostPieces = 128, kFewestRows = 64;
   const int64_t pieces = (rows + kFewestRows - 1) / kFewestRows;
@@ -50,8 +47,7 @@ inline int64_t cross_entropy_workspace_bytes(int64_t rows) { return rows * 16; }
 // attention_forward: how many tiles blocks have taken.
 inline constexpr int64_t kAttentionForwardWorkspaceBytes = 4;
 
-// attention_backward: log-sum-exp and delta of each row, two fp32 [B, H, S]; of each pass two counts of tiles
-// taken.
+// attention_backward: log-sum-exp and delta of each row, two fp32 [B, H, S]; each pass's counts of tiles.
 inline constexpr int64_t kAttentionMaxPasses = 256;
 inline int64_t attention_backward_workspace_bytes(int64_t tokens, int64_t num_heads) {
   return tokens * num_heads * 8 + kAttentionMaxPasses * 8;
@@ -96,8 +92,7 @@ inline int64_t attention_backward_scratch_bytes(int64_t num_sequences, int64_t s
   return group == 1 && half <= std::clamp(17 * elements, kAlways, kMost) ? half : 0;
 }
 // The bytes of passes of kTilesOfPass tiles, of half as many passes and so on up to one of all heads, ascending:
-// worth taking where no plan grows by them. Between them lie passes whose last round leaves most multiprocessors
-// idle.
+// worth taking where no plan grows by them. Others would leave most multiprocessors idle in the last round.
 inline std::vector<int64_t> attention_backward_scratch_choices(int64_t num_sequences, int64_t sequence_length,
                                                                int64_t num_heads, int64_t num_kv_heads,
                                                                int64_t head_dim) {

@@ -11,7 +11,7 @@
 namespace parka::cuda {
 namespace {
 
-// Whether the tensor-core kernels take this call. `tensors` are those they access 16 bytes at a time.
+// True if the tensor-core kernels take this call. `tensors` are those they access 16 bytes at a time.
 template <typename Args>
 bool suits_mma(const Args& a, std::initializer_list<TensorView> tensors, const TensorView& cos_sin = {}) {
   const int64_t D = AttentionDims(a).D;
@@ -24,8 +24,7 @@ bool suits_mma(const Args& a, std::initializer_list<TensorView> tensors, const T
   return true;
 }
 
-// Whether those for compute capability 9.0 do: the GPU has it, they were built (for 90a), heads are not wide, and
-// later keys are masked.
+// True if those for compute capability 9.0 do: they are there, heads are not wide, and later keys are masked.
 template <typename Args>
 bool runs_sm90_kernels(const CudaDevice& device, const Args& a) {
   constexpr bool kBuilt = std::string_view(PARKA_CUDA_ARCHITECTURES).find("90a") != std::string_view::npos;

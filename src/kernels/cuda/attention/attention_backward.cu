@@ -3,9 +3,8 @@
 #include "kernels/op/workspace.h"
 
 // Three kernels. The first computes the statistics of each row that the others need. In the second a block sums a
-// tile of d_k and d_v over all queries; in the third a block sums a tile of d_q over all keys. Both recompute the
-// scores: two products more than in one kernel for all three. But nothing is summed across blocks, so equal input
-// gives equal bits.
+// tile of d_k and d_v over all queries; in the third one of d_q over all keys. Both recompute the scores: two
+// products more than in one kernel. But nothing is summed across blocks, so equal input gives equal bits.
 namespace parka::cuda {
 namespace {
 
@@ -41,8 +40,7 @@ __global__ void __launch_bounds__(kThreads)
 
 // Sums d_k and d_v of 16 keys by two warps, because heads of 256 would take one warp 256 registers. The first has
 // the keys: it computes p = exp(scores) and sums up d_v. The second has the values: it computes d_p, takes p from
-// the first through shared memory, and sums up d_k from d_s = p * (d_p - delta). Each computes two of the four
-// products.
+// shared memory, and sums up d_k from d_s = p * (d_p - delta). Each has two of the four products.
 //
 // Warp w and warp w + kPairs share 16 keys; both are on the same quarter of a multiprocessor. Their keys or values
 // stay in registers, after they have passed through the stages, where results pass, too. Heads of 256 take 128

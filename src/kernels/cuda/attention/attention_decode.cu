@@ -7,9 +7,8 @@
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/op/workspace.h"
 
-// Split-KV decoding: a few new rows attend to thousands of keys each. The keys of a row and head, those of its
-// window if there is one, are divided into pieces of kDecodePieceKeys, one for each warp. A second kernel combines
-// the pieces of each row and head, in order.
+// Split-KV decoding: a few new rows attend to thousands of keys each. The keys of a row and head, or of its window,
+// are divided into pieces of kDecodePieceKeys, one for each warp. A second kernel combines the pieces in order.
 namespace parka::cuda {
 namespace {
 

@@ -1,8 +1,7 @@
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/attention/attention_tiles.cuh"
 
-// FlashAttention-2: a block keeps a tile of queries and its output, and passes over the keys with an online
-// softmax.
+// FlashAttention-2: a block keeps a tile of queries and its output, and passes once over the keys.
 namespace parka::cuda {
 namespace {
 
@@ -25,8 +24,7 @@ struct ForwardTiling {
   static_assert(kQueriesAt + kQueryBytes <= kSharedBytes && kSharedBytes <= kMostSharedBytes);
 };
 
-// Of each of a lane's rows: the largest score so far, before scaling, and this lane's part of the sum of
-// exp2(scale_log2 * (score - max)).
+// Each of a lane's rows has its largest score so far and this lane's sum of exp2(scale_log2 * (score - max)).
 template <int kM>
 struct RowState {
   float max[kM][2], sum[kM][2];

@@ -106,8 +106,7 @@ __global__ void __launch_bounds__(kThreads, 1)
   store_gradient(output.d_qkv + dims.qkv_row(row.b, row.i, row.head), dims.D, d_q, output.amax);
 }
 
-// The query heads of a key/value head one after the other, each from the key's own row on, to the end of its
-// document; or all rows.
+// The query heads of a key/value head in turn, each from the key's own row to its document's end; or all rows.
 template <int N, typename T>
 __global__ void __launch_bounds__(kThreads, 1)
     key_value_gradient_kernel(const T* qkv, const int32_t* first_key, const T* d_out, const float* lse,

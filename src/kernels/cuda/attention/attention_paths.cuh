@@ -27,8 +27,7 @@ struct AttentionDims {
   __host__ __device__ int key_end(int i) const { return causal ? i + 1 : S; }  // behind the last key of row i
   __host__ __device__ int64_t qkv_stride() const { return int64_t{H + 2 * Hkv} * D; }
   __host__ __device__ int64_t out_stride() const { return int64_t{H} * D; }
-  // First element of a head's row i of sequence b. In the fused QKV buffer key head g is head H + g and value head
-  // g is head H + Hkv + g.
+  // First element of a head's row i of sequence b. In the QKV buffer key head g is H + g, value head g H + Hkv + g.
   __host__ __device__ int64_t qkv_row(int b, int i, int head) const {
     return (int64_t{b} * S + i) * qkv_stride() + int64_t{head} * D;
   }
@@ -45,8 +44,7 @@ const int32_t* first_keys(const Args& a) {
   return a.first_key.empty() ? nullptr : a.first_key.template as<int32_t>();
 }
 
-// What a row of the tensor-core kernels attends to: the rows before it and itself, those of its document or window
-// among them, or all rows of its sequence.
+// A row attends to the rows before it and itself, those of its document or window among them, or to all rows.
 enum class Mask { kCausal, kDocuments, kNone };
 
 // The head width of 72, that of SigLIP's so400m, is padded to this in shared memory and registers: whole fragments.

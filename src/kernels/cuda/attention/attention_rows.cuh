@@ -4,8 +4,7 @@
 
 #include "kernels/cuda/attention/attention_paths.cuh"
 
-// Rows of a head, of any width up to kMaxGpuHeadDim, spread over a warp: lane l (threadIdx.x) holds elements l,
-// l + 32, ... of a row, N of them.
+// Rows of a head, up to kMaxGpuHeadDim wide, spread over a warp: lane l holds N elements l, l + 32, ... of a row.
 namespace parka::cuda {
 
 // The lane's elements of a row of D; those past the end are zero.
@@ -49,14 +48,12 @@ __device__ void scale_by(float (&x)[N], float factor) {
   for (int n = 0; n < N; ++n) x[n] *= factor;
 }
 
-// Online softmax: a query's weighted sum of values over the keys so far is acc / sum, with weights relative to the
-// largest score.
+// Online softmax: a query's weighted sum of values so far is acc / sum, with weights relative to the largest score.
 template <int N>
 struct RowSoftmax {
   float acc[N] = {}, max = -FLT_MAX, sum = 0.0f;
 
-  // Adds `count` keys and their values, rows of D that are `stride` apart. It takes 32 at a time, one score per
-  // lane.
+  // Adds `count` keys and their values, rows of D that are `stride` apart, 32 at a time: one score per lane.
   template <typename T>
   __device__ void see(const float (&q)[N], const T* k, const T* v, int64_t stride, int count, int D, float scale) {
     const int lane = static_cast<int>(threadIdx.x);

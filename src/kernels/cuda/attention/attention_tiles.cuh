@@ -10,10 +10,9 @@
 #include "kernels/cuda/quantize/fp8.cuh"
 
 // Building blocks of the tensor-core attention kernels. A tile is rows of D bf16 elements in shared memory, of
-// which D = kPaddedHeadDim are the heads' own columns, zeros behind them, and a part of a wider row that is not
-// used. A warp multiplies tiles into accumulators c[m][n][4], fp32 fragments of 16 x 8 in the layout of
-// mma_m16n8k16: element e of a lane's c[m][n] is at row 16 m + 8 (e / 2) + lane / 4, column 8 n + 2 (lane % 4) + e
-// % 2.
+// which D = kPaddedHeadDim are the heads' own columns, zeros behind them, and a part of a wider row. A warp
+// multiplies tiles into accumulators c[m][n][4], fp32 fragments of 16 x 8 in the layout of mma_m16n8k16: element e
+// of a lane's c[m][n] is at row 16 m + 8 (e / 2) + lane / 4, column 8 n + 2 (lane % 4) + e % 2.
 namespace parka::cuda {
 
 constexpr float kLog2E = 1.44269504088896341f;  // log2(e)
@@ -89,9 +88,8 @@ __device__ inline void load_statistics_async(RowStatistics* tile, const RowStati
   if (i < kRows) cp_async_8(shared_address(tile + i), statistics + begin + i, begin + i < end);
 }
 
-// Where a warp's operand is in shared memory: an address with lane_offset or lane_offset_transposed added, and
-// bytes beyond it, a constant. Operands of the same address and different constants share what columns16 makes of
-// it.
+// The place of a warp's operand in shared memory: an address with lane_offset or lane_offset_transposed added, and
+// bytes beyond it, a constant. Operands of the same address share what columns16 makes of it.
 struct Operand {
   uint32_t address;
   int bytes;
@@ -233,9 +231,8 @@ __device__ inline void mask_missing_keys(float (&scores)[kM][kN][4], int count) 
   mask_scores<false>(scores, [&](int, int key) { return key >= count; });
 }
 
-// Scores of keys before the first key of their query become -inf. `first_key` points to that of the
-// tile's first query; the sequence ends `last` queries later, and those past its end are masked as the last one is.
-// `first` is the tile's first key.
+// Scores of keys before the first key of their query become -inf. `first_key` points to that of the tile's first
+// query; the sequence ends `last` queries later, and those past it are masked alike. `first`: the tile's first key.
 template <bool kRowsAreKeys, int kM, int kN>
 __device__ inline void mask_earlier_keys(float (&scores)[kM][kN][4], const int32_t* first_key, int last,
                                          int first) {
@@ -354,8 +351,7 @@ __device__ inline void store_rows(const float (&c)[kM][D / 8][4], unsigned char*
   }
 }
 
-// What a warp works on: of a head of sequence b the rows from `begin` on, which are those of the block's tile from
-// `warp_row` on.
+// A warp works on a head of sequence b, on the rows from `begin` on: those of the block's tile from `warp_row` on.
 struct Work {
   int b, head, begin, warp_row;
 };

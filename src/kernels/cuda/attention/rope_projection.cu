@@ -51,9 +51,8 @@ struct RotatedCodes {
   // Which pairs of a tile are rotated. kSome: those that begin before rotated_width.
   enum class Rotates { kAll, kSome, kNone };
 
-  // Of pairs whose low halves begin at column `col`. To be called by whole warps, whose lanes 8i to 8i + 7 have 128
-  // columns of one row; kLanes of them have a group. It has no branch, so that the compiler can mix the
-  // instructions for two heads.
+  // The codes of pairs whose low halves begin at column `col`. Called by whole warps, whose lanes 8i to 8i + 7 have
+  // 128 columns of one row; kLanes of them have a group. Without branches, two heads' instructions mix.
   template <int kLanes, Rotates kRotates>
   __device__ Made make(const Stored<BFloat16, kWidth>& low, const Stored<BFloat16, kWidth>& high,
                        const Angles& angle, int col) const {
@@ -89,8 +88,7 @@ struct RotatedCodes {
 
 #if PARKA_SM90_CODE
 
-// By a finisher, of half a tile. kRotates is for columns of the upper half of W: those of the lower half are
-// queries or keys, all of which are rotated.
+// A finisher makes half a tile. kRotates is for columns of W's upper half: the lower half's are all rotated.
 template <int kLanes, RotatedCodes::Rotates kRotates>
 __device__ __forceinline__ void rotate_half(const RotatedCodes& rotated, sm90_float8::TileOrder::Place place,
                                             int half_tile, uint32_t memory) {

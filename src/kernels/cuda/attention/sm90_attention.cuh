@@ -170,10 +170,9 @@ struct FirstKeys {
   __device__ int first_tile(int begin) const { return kGiven ? of_row[begin] / kTileRows * kTileRows : 0; }
   // The first key that all queries of that tile see.
   __device__ int first_seen_by_all(int begin) const { return kGiven ? of_row[min(begin + kTileRows, S) - 1] : 0; }
-  // Whether any query from `begin` on, which is there, sees a key before `key_end`.
+  // True if any query from `begin` on, which is there, sees a key before `key_end`.
   __device__ bool sees(int begin, int key_end) const { return !kGiven || of_row[begin] < key_end; }
-  // Hides what comes before the first key of each query: of scores of queries and keys from these on, of which the
-  // last query is `queries` later.
+  // Hides scores before the first key of each query: of queries, the last `queries` later, and keys from these on.
   template <bool kRowsAreKeys, int kN>
   __device__ void mask(float (&scores)[1][kN][4], int query_begin, int queries, int key_begin) const {
     if (!kGiven || key_begin >= of_row[min(query_begin + queries, S) - 1]) return;

@@ -8,9 +8,8 @@
 // consumer computes score gradients, the other's products run.
 //
 // With scratch memory the first kernel stores its score gradients there. Then d_q takes one product, five in all,
-// instead of three, seven in all. The numbers are the same both ways, rounded to bf16 for the products. Writing and
-// reading 2 bytes for each 256 multiplications saved takes about as long as those at a high clock, and less once
-// the power limit has lowered it.
+// instead of three, seven in all. The numbers are the same, rounded to bf16 for the products. Writing and reading 2
+// bytes for 256 multiplications saved takes as long as those at a high clock, and less at a lower one.
 namespace parka::cuda {
 namespace {
 

@@ -85,8 +85,7 @@ struct RowState {
   float max[2] = {-INFINITY, -INFINITY}, sum[2] = {0.0f, 0.0f}, correction[2];
 };
 
-// Turns scores into exp2(scale_log2 * (score - max)). Each row has seen at least one finite score: the first tile
-// holds the query's own key.
+// Turns scores into exp2(scale_log2 * (score - max)). Each row has seen a finite score: its query's own key.
 template <int kN>
 __device__ __forceinline__ void update_softmax(float (&scores)[1][kN][4], RowState& state, float scale_log2) {
 #pragma unroll

@@ -22,12 +22,12 @@ struct KeyLayout {
   static constexpr int kBytes = kTileNumberAt + 16;
 };
 
-// Whether the consumers take turns at starting products, and statistics are grouped. Narrow heads, and consumers of
+// True if the consumers take turns at starting products, and statistics are grouped. Narrow heads, and consumers of
 // which one skips more tiles than the other, take longer so.
 template <int D, bool kFirstKeys>
 constexpr bool kTakesTurns = D == 128 && !kFirstKeys;
 
-// Whether score gradients may be kept: where a tile of queries is as wide as a block of them.
+// True if score gradients may be kept: where a tile of queries is as wide as a block of them.
 template <int D>
 constexpr bool kKeepsScores = D == 128 && KeyLayout<D>::kQueries == kScoreQueries;
 
@@ -75,8 +75,7 @@ struct GroupedStatistics {
   }
 };
 
-// Log-sum-exps and deltas of a tile of queries for the functions below: grouped ones in registers, others where
-// they lie.
+// Log-sum-exps and deltas of a tile of queries: grouped ones in registers, others where they lie.
 template <int kQueries>
 __device__ __forceinline__ auto load_lse(const GroupedStatistics<kQueries>& statistics) {
   return statistics.lse_log2();
@@ -194,8 +193,7 @@ __device__ __forceinline__ void add_queries(float (&d_k)[1][D / 8][4], float (&d
   start_product_transposed<D>(d_s, values, d_out);
   wgmma_commit_group();
   ping_pong.pass();
-  // Statistics are loaded while the products run: later takes longer, presumably behind the other consumer's
-  // stores.
+  // Statistics are loaded while the products run: later takes longer, perhaps behind the other's stores.
   const auto lse = load_lse(statistics);
   wgmma_wait_group<1>();
   fence_operand(p);

@@ -19,8 +19,7 @@ struct QueryLayout {
   static constexpr int kBytes = kTileNumberAt + 16;
 };
 
-// Of the kernel of d_q from score gradients: results on their way out, and places for keys and for two pairs of
-// score gradients, one for each consumer.
+// The kernel of d_q from score gradients has results on their way out, and keys and two pairs of score gradients.
 template <int D>
 struct ScoreLayout {
   static constexpr int kKeys = kTileRows, kStages = 3;
@@ -83,8 +82,7 @@ __device__ __forceinline__ void score_gradient_by_query(const float (&p)[1][kN][
   }
 }
 
-// What is done with d_q of a warp's queries, which are those of a head from `begin` on: returns the maximum of
-// `amax` and what was stored.
+// A warp's queries, of a head from `begin` on, have their d_q stored here: returns the maximum of `amax` and it.
 template <int D>
 __device__ __forceinline__ float store_query_gradient(float (&d_q)[1][D / 8][4],
                                                       const GradientOutput<BFloat16>& output, unsigned char* out,
@@ -97,8 +95,7 @@ __device__ __forceinline__ float store_query_gradient(float (&d_q)[1][D / 8][4],
   return amax;
 }
 
-// Adds what a tile of keys gives to d_q of a consumer's 64 queries. `mask_earlier` hides keys before the first of
-// each query.
+// Adds a tile of keys to d_q of a consumer's 64 queries. `mask_earlier` hides keys before each query's first.
 template <int D, typename MaskEarlier>
 __device__ __forceinline__ void add_keys(float (&d_q)[1][D / 8][4], SharedTile queries, SharedTile d_out,
                                          SharedTile keys, SharedTile values, const RowStatistics (&statistics)[2],

@@ -15,8 +15,7 @@
 // that does not fit in shared memory is read twice.
 //
 // A gradient in FP8 is wanted transposed, too, for which blocks must have many rows of few columns. So the first
-// kernel only finds the losses and what makes each row's logits their gradient, and a second one, over tiles, reads
-// the logits again.
+// kernel finds the losses and what makes logits their gradient, and a second one, over tiles, reads them again.
 namespace parka::cuda {
 namespace {
 
@@ -98,8 +97,7 @@ __device__ int num_batches(int V) {
   return (V + kBatchElements - 1) / kBatchElements;
 }
 
-// Starts the copies of a batch to shared memory, as one group. A thread copies what it will read itself, over what
-// it has read.
+// Starts the copies of a batch to shared memory, as one group. A thread copies only what it reads itself.
 template <typename T>
 __device__ void start_copies(uint4* cache, const Row<T>& row, int index) {
 #pragma unroll
@@ -131,9 +129,8 @@ __device__ void write_zeros(const Row<T>& row) {
 // ---- Softmax ----
 
 // Exponentials are computed as 2^(x * kLog2E - c) with c = reference(max): one fused multiply-add and one
-// instruction. The rounding error of c is large when max is, but it is a common factor of the whole row: it cancels
-// in the probabilities, and the loss corrects for it. It stays within the range of fp32 for |max| < 1e9; beyond
-// that the loss is not finite.
+// instruction. The rounding error of c is large when max is, but common to the whole row: it cancels in the
+// probabilities, and the loss corrects for it. It fits fp32 for |max| < 1e9; beyond that the loss is not finite.
 constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
 constexpr float kLeastMax = -0x1p29f;  // lesser logits, -infinity among them, count 0
 
@@ -255,8 +252,7 @@ __device__ Row<T> row_to_copy(const Arguments<T>& a, int64_t t, int target) {
   return Row<T>(a.logits_TV + t * a.stride, target == kIgnoreTarget ? 0 : a.V);
 }
 
-// Row t, whose target is not to be ignored. With a cache its packs are there or on their way, and those of the
-// block's next row follow them.
+// Row t has a target. With a cache its packs are there or on their way, and those of the block's next row follow.
 template <typename T, bool kCached>
 __device__ void process_row(const Arguments<T>& a, int64_t t, int target, int next_target, uint4* cache,
                             float* scratch) {

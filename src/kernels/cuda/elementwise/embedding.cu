@@ -111,9 +111,8 @@ struct Step {
   Then then;
 };
 
-// A block takes a window of kWindow positions of the order and sums the pieces that begin in it. Most pieces have
-// one or two rows, so kDepth rows are loaded at once, of whatever pieces. The sum of a token's only piece is added
-// to d_table; other sums go to their slots.
+// A block takes a window of kWindow positions of the order and sums the pieces that begin in it. Most have one or
+// two rows, so kDepth rows are loaded at once, of any pieces. The sum of a token's only piece is added to d_table.
 template <typename G, typename D, int kWidth>
 __global__ void __launch_bounds__(kBackwardThreads, kBackwardBlocks)
     sum_pieces_kernel(const TokenRow* order_T, int64_t T, const G* d_out_TC, D* d_table_VC, float* slots_SC,

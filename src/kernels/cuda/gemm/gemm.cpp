@@ -49,8 +49,7 @@ ScaleLayout scale_layout(const ScaledView& x, float* to) {
   return {x.scale.as<float>(), to, rows, cols, stride, transposed};
 }
 
-// A row-major tensor, but for the last `padding` columns, as the column-major matrix that it also is: its
-// transpose.
+// A row-major tensor, but for the last `padding` columns, as a column-major matrix: its transpose.
 cublasLtMatrixLayout_t layout_of(const TensorView& t, int64_t padding = 0) {
   cublasLtMatrixLayout_t layout = nullptr;
   const auto rows = static_cast<uint64_t>(t.dim[1] - padding), cols = static_cast<uint64_t>(t.dim[0]);
@@ -168,8 +167,7 @@ void multiply_batch(CudaDevice& device, const BatchedGemm& a) {
 
 PreparedGemm::PreparedGemm(const Gemm& a) {
   check(PARKA_CUBLASLT(cublasLtMatmulDescCreate)(&product_, CUBLAS_COMPUTE_32F, CUDA_R_32F), "gemm");
-  // b [N, K] is column-major [K, N] and must be transposed to come first; a [M, K], column-major [K, M], is as
-  // wanted.
+  // b [N, K] is column-major [K, N] and must be transposed to come first; a, column-major [K, M], is as wanted.
   set(product_, CUBLASLT_MATMUL_DESC_TRANSA, a.b_transposed ? CUBLAS_OP_N : CUBLAS_OP_T);
   set(product_, CUBLASLT_MATMUL_DESC_TRANSB, a.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
   if (!is_plain(a)) {
@@ -193,8 +191,7 @@ std::vector<cublasLtMatmulAlgo_t> PreparedGemm::candidates(cublasLtHandle_t hand
                                                            int max_count) const {
   Preference preference;
   preference.set(CUBLASLT_MATMUL_PREF_MAX_WORKSPACE_BYTES, static_cast<uint64_t>(kGemmWorkspaceBytes));
-  // Where the sum over k is split, its parts are added in fp32: some algorithms would add them in the output's
-  // format.
+  // A sum over k that is split is added up in fp32: some algorithms would do so in the output's format.
   preference.set(CUBLASLT_MATMUL_PREF_REDUCTION_SCHEME_MASK, uint32_t{CUBLASLT_REDUCTION_SCHEME_COMPUTE_TYPE});
   preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES, alignment_of(a.b.data));
   preference.set(CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_B_BYTES, alignment_of(a.a.data));

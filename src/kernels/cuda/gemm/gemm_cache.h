@@ -19,10 +19,9 @@ class PreparedGemm {
   ~PreparedGemm();
   PreparedGemm& operator=(PreparedGemm&&) = delete;
 
-  // The library's candidates for operands aligned as those of `a`, its favourite first; none for what it does not
-  // support.
+  // The library's candidates for operands aligned as those of `a`, its favourite first; none if unsupported.
   std::vector<cublasLtMatmulAlgo_t> candidates(cublasLtHandle_t handle, const Gemm& a, int max_count) const;
-  // Whether the library can run `algorithm` on this product within the workspace.
+  // True if the library can run `algorithm` on this product within the workspace.
   bool accepts(cublasLtHandle_t handle, const cublasLtMatmulAlgo_t& algorithm) const;
   // Makes the scales of `a` those of the runs that follow: queues their layout where they need one. They lie in the
   // device's workspace, so nothing but runs of this product may come in between.

@@ -36,8 +36,7 @@ __device__ inline float value_at(const Float8Operand& x, int row, int k, int dep
   return value * scale_at(x, static_cast<int64_t>(row / x.group_rows) * x.scale_cols + k / x.group_cols);
 }
 
-// out[m,n] = (accumulate ? out[m,n] : 0) + scale * sum_k a[m,k] b[n,k]; k ascending, so that the order of additions
-// is fixed. A thread has one element.
+// out[m,n] = (accumulate ? out[m,n] : 0) + scale * sum_k a[m,k] b[n,k], k ascending, one element for each thread.
 template <typename Out>
 __global__ void __launch_bounds__(kMultiplyThreads)
     multiply_float8_kernel(Float8Operand a, Float8Operand b, int depth, Out* out, bool accumulate) {

@@ -25,15 +25,13 @@ struct ScaleLayout {
 // Does nothing for a layout without `from`.
 void lay_out_scales(CudaDevice& device, const ScaleLayout& a, const ScaleLayout& b);
 
-// Products of few terms that are added to a large bf16 matrix, as those of adapters are: out += factor * a b, for
-// what suits_low_rank_update(). Reading and writing `out` is what they take, and cuBLASLt reaches half of the
-// memory's bandwidth with them. Equal calls give equal bits, and so do calls of other numbers of rows or columns.
-// Sums are rounded once.
+// Products of few terms that are added to a large bf16 matrix, as those of adapters: out += factor * a b, for what
+// suits_low_rank_update(). They take as long as reading and writing `out`; cuBLASLt reaches half of that bandwidth.
+// Equal calls give equal bits, and so do calls of other numbers of rows or columns. Sums are rounded once.
 void low_rank_update(CudaDevice& device, const Gemm& a);
 
-// Fills fp32, bf16 or fp8 elements with normally distributed numbers, fp8 codes up to about their largest: operands
-// to time a product on. Multiplying zeros or a constant draws less power, so the card would clock higher than it
-// does in training.
+// Fills fp32, bf16 or fp8 elements with normally distributed numbers: operands to time a product on. Zeros or a
+// constant would draw less power, and the card would clock higher than it does in training.
 void fill_random(CudaDevice& device, const TensorView& x, uint32_t seed);
 
 }  // namespace parka::cuda

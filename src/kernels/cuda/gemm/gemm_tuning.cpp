@@ -275,8 +275,7 @@ class Contest {
     return host_values(device_, a_.out);
   }
 
-  // Whether the algorithm computes what the incumbent does, and the same bits each time: variations are not the
-  // library's own proposals.
+  // True if the algorithm gives the incumbent's bits each time: variations are not the library's own proposals.
   bool agrees(const cublasLtMatmulAlgo_t& algorithm) const {
     constexpr float kTolerance = 0x1p-6f;  // of the largest number; above the rounding of every format
     fill_operands();

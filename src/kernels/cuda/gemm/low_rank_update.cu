@@ -10,10 +10,9 @@
 // kStripRows rows at a time: their terms of a come straight into registers, then kSpanCols columns of `out` after
 // another are loaded, summed up and stored.
 //
-// Which columns of a product of tensor cores are which of `out` is for the kernel to choose, if b's columns go the
-// same way. So a lane, which holds 2 columns of each of 4 products side by side, takes these as 8 neighbours of
-// `out`, and reads and writes 16 bytes. Likewise it takes as its terms of two products 8 neighbours in a row of a
-// and b.
+// The kernel chooses which columns of a product of tensor cores are which of `out`, if b's columns go the same way.
+// So a lane, which holds 2 columns of each of 4 products, takes these as 8 neighbours of `out`, and moves 16 bytes.
+// Likewise it takes as its terms of two products 8 neighbours in a row of a and b.
 namespace parka::cuda {
 namespace {
 
@@ -77,8 +76,7 @@ __device__ void load_tile(const Update& u, int col_begin, Chunk* tile) {
   }
 }
 
-// How a warp divides its work: into strips of kProducts products of tensor cores, one below the other, and these
-// into spans of kParts times kGroup columns.
+// A warp's work is strips of kProducts products of tensor cores, and in these spans of kParts times kGroup columns.
 template <int kProducts_, int kParts_>
 struct Strips {
   static constexpr int kProducts = kProducts_, kParts = kParts_;
@@ -135,8 +133,7 @@ __device__ void load_terms(const Update& u, const Span& at, Terms<kGroups, S>& a
   });
 }
 
-// sums = a b over all terms, for kGroup columns. `tile` is at the lane's chunk of the first of them that it
-// multiplies.
+// sums = a b over all terms, for kGroup columns. `tile` is at the lane's chunk of the first of them.
 template <int kGroups, typename S>
 __device__ void multiply(const Terms<kGroups, S>& a, const Chunk* tile,
                          float (&sums)[S::kProducts][kGroupChunks][4]) {

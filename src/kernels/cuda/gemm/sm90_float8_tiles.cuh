@@ -88,7 +88,7 @@ struct Product {
   }
 };
 
-// Whether the device runs these kernels.
+// True if the device runs these kernels.
 inline bool runs_on(const CudaDevice& device) { return device.has_float8_tiles(); }
 
 // Launches kernel(product, rest...), which calls run_product().

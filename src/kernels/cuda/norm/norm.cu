@@ -11,10 +11,9 @@
 
 // Shapes: T rows (tokens), C columns (elements of a row).
 //
-// Plain y is written by the kernel that has a row in registers; so it is where that kernel also makes a quantized
-// copy of the sum and reads it as it was rounded. Quantized y takes two kernels: that one finds the
-// row's statistics and the maximum of y, and write_tiles recomputes y from the norm's input, as norm_recompute
-// does.
+// Plain y is written by the kernel that has a row in registers, which then also makes a quantized copy of the sum.
+// Quantized y takes two kernels: that one finds the row's statistics and the maximum of y, and write_tiles
+// recomputes y from the norm's input, as norm_recompute does.
 namespace parka::cuda {
 namespace {
 
@@ -203,8 +202,7 @@ __global__ void __launch_bounds__(kMaxThreads)
 
 constexpr int kStatisticsThreads = 256;
 
-// Of the rows of a matrix of any format, column by column: what norm_forward_kernel finds for those that it can
-// have in registers.
+// Finds, column by column for rows of any format, what norm_forward_kernel finds for rows in registers.
 __global__ void __launch_bounds__(kStatisticsThreads)
     norm_statistics_kernel(const AnySource x, bool centred, float eps, int cols, float* mean_T, float* rstd_T) {
   __shared__ float shared[kStatisticsThreads / kWarpSize];
@@ -266,7 +264,7 @@ void norm_of_sum(CudaDevice& device, const NormForward& a, float* amax) {
   });
 }
 
-// Whether one kernel can make the sum, its quantized copy and what follows.
+// True if one kernel can make the sum, its quantized copy and what follows.
 bool fits_group_copy(const NormForward& a) {
   static_assert(RowPart<BFloat16, true>::kWidth == kGroupCodesWidth);
   return a.residual.dtype == DType::kBF16 && is_wide<BFloat16>(a) && fits_group_codes(a.x);

@@ -100,8 +100,7 @@ struct BackwardTensors {
   float weight_offset;
 };
 
-// No block has 768 threads. The bound keeps registers few enough for that many on a multiprocessor at once, beside
-// the sums of d_weight that they hold.
+// No block has 768 threads. The bound leaves registers for that many on a multiprocessor, beside d_weight's sums.
 template <typename Rows, typename G, NormKind kKind>
 constexpr int kBackwardMaxThreads = kKind == NormKind::kRmsNorm && sizeof(typename Rows::Element) == 2 &&
                                             sizeof(G) == 2

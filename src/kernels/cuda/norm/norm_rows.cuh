@@ -152,8 +152,7 @@ __device__ inline Stored<float, N> rounded_sum(const Stored<float, N>& x, const 
   return sum;
 }
 
-// In one addition of bf16 pairs. Rounding an fp32 sum would give the same: where that is not exact, one of the
-// numbers is too small to change the other.
+// One addition of bf16 pairs: rounding an fp32 sum gives the same, as it is exact or one number has no effect.
 template <int N>
 __device__ inline Stored<BFloat16, N> rounded_sum(const Stored<BFloat16, N>& x, const Stored<BFloat16, N>& y) {
   const auto pair = [](uint32_t word) { return *reinterpret_cast<const __nv_bfloat162*>(&word); };
@@ -171,8 +170,7 @@ __device__ inline Stored<BFloat16, N> rounded_sum(const Stored<BFloat16, N>& x, 
 constexpr int kColumnSumThreads = kWarpSize * kWarpSize;
 
 // Sums each column of [blocks, columns], and adds the sum once to an element of `first` and, with kTwo, after its
-// elements to one of `second`. One of the two that is null is not wanted. A block of 32 x 32 threads has 32
-// columns.
+// elements to one of `second`; one of them may be null. A block of 32 x 32 threads has 32 columns.
 template <bool kTwo, typename G>
 __global__ void __launch_bounds__(kColumnSumThreads)
     add_column_sums_kernel(const float* sums_BC, G* first, int blocks, int columns, G* second, int first_columns) {
@@ -214,8 +212,7 @@ void add_column_sums(const CudaDevice& device, const char* op, const float* sums
 
 // ---- Launches ----
 
-// Whether rows of `cols` elements can be moved in packs of `width` and held in registers. Of tensors not given the
-// pointer is null.
+// True if rows of `cols` elements move in packs of `width` and fit registers. Tensors not given are null.
 inline bool fits_wide(int64_t cols, int width, std::initializer_list<const void*> tensors) {
   return cols % width == 0 && cols <= kMaxWideCols && are_aligned(tensors);
 }

@@ -68,7 +68,7 @@ struct AnyWeight {
 
 template <typename X, typename Weight>
 struct NormSource {
-  // Whether the mean is subtracted as x is decoded.
+  // True if the mean is subtracted as x is decoded.
   static constexpr bool kDecodesLess =
       Weight::kCentred && requires(const X& of, const typename X::Fetched& fetched, float (&y)[4]) {
     of.decode_less(fetched, 0, 0.0f, y);

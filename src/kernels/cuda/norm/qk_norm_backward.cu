@@ -293,8 +293,7 @@ constexpr int kQkWidth = 16 / static_cast<int>(sizeof(T));
 
 constexpr int kMostPacks = 2;
 
-// Calls f(packs) with a constant, the packs of a team's thread, and returns true; false where no team has the
-// heads.
+// Calls f(packs) with a constant, the packs of a team's thread; false where no team has the heads.
 template <typename T, typename F>
 bool with_team_packs(QkNormKind kind, int head_dim, std::initializer_list<const void*> tensors, const F& f) {
   const bool fits = kind == QkNormKind::kPerHead && head_dim <= Team<T, kMostPacks>::kMaxDim;

@@ -50,7 +50,7 @@ struct CodesInput {
         across(static_cast<int>(x.scale.dim[1])),
         group_shift(std::countr_zero(static_cast<uint64_t>(x.group))) {}
 
-  // Whether `width` columns lie in one group, if they begin at a multiple of it.
+  // True if `width` columns lie in one group, if they begin at a multiple of it.
   static bool fits(const ScaledView& x, int width) {
     return x.scaling == Scaling::kGroup && x.scale.dtype == DType::kBF16 &&
            std::has_single_bit(static_cast<uint64_t>(x.group)) && x.group >= width && is_aligned(x.data.data, 16);

@@ -193,8 +193,7 @@ __global__ void __launch_bounds__(kHeadThreads)
   }
 }
 
-// The sum over a block's packs, of which a thread has kHeads: in every thread, in an order that kHeads does not
-// change.
+// The sum over a block's packs, kHeads of each thread: in every thread, in an order without kHeads.
 template <int kHeads>
 __device__ float block_sum_of_packs(const float (&x)[kHeads]) {
   __shared__ float shared[kMaxWarps];
@@ -303,13 +302,13 @@ QkRopeTensors<T, W> qk_rope_tensors(const QkNormRopeForward& a) {
           .weight_offset = a.weight_offset};
 }
 
-// Whether the groups are as SavedCodes and CodesInput have them.
+// True if the groups are as SavedCodes and CodesInput have them.
 bool fits_codes(const ScaledView& codes, int half) {
   static_assert(kPackPairs == kGroupCodesWidth);
   return codes.scale.dtype == DType::kBF16 && fits_group_codes(codes) && half % codes.group == 0;
 }
 
-// Whether the kernels of packs take the shape and formats.
+// True if the kernels of packs take the shape and formats.
 bool fits_packs(const QkNormRopeForward& a, const QkRopeShape& shape) {
   if (a.out.dtype != DType::kBF16 || a.q_weight.dtype != DType::kBF16 || shape.half % kPackPairs != 0) return false;
   if (!are_aligned({a.q_weight.data, a.k_weight.data, a.cos_sin.data, a.out.data})) return false;

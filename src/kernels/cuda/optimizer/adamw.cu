@@ -34,8 +34,7 @@ __global__ void __launch_bounds__(Tensors::Part::kThreads)
   raise_weight_amax<Part::kThreads>(weight_amax, largest);
 }
 
-// What is left for adamw_fp8_kernel to do where nothing is changed. It has pointers of its own: sharing the step's
-// would take registers from that.
+// adamw_fp8_kernel does this where nothing is changed, by own pointers: the step's would cost it registers.
 template <typename Tensors, typename T>
 __device__ void find_unchanged_amax(const T* weight_N, int count, float* weight_amax) {
   using Part = typename Tensors::Part;
@@ -166,8 +165,7 @@ void step_with_plain_moments(CudaDevice& device, const AdamwStep& a) {
   });
 }
 
-// Elements that the fast step can have, from the first on. Without range expansion there is one row of roots, which
-// any cache holds.
+// Elements that the fast step can have. Without range expansion there is one row of roots, for any cache.
 int64_t num_fast_elements(const CudaDevice& device, const AdamwStep& a) {
   const bool can = !a.exp_avg.exponent.empty() && !a.exp_avg_sq.exponent.empty() &&
                    has_aligned_tensors<LargePart>(a) &&

@@ -10,8 +10,7 @@
 #include "kernels/cuda/vector.cuh"
 #include "kernels/ops/optimizer/adamw.h"
 
-// Building blocks of all AdamW kernels, for any format of the moments: the elements of a lane, the master forms,
-// and the arithmetic of the update.
+// Building blocks of all AdamW kernels, for any format of moments: a lane's elements, master forms, the arithmetic.
 namespace parka::cuda {
 
 // ---- One lane's elements ----
@@ -36,7 +35,7 @@ struct LanePart {
     return threadIdx.x / kLanes * static_cast<uint32_t>(kMomentGroup) + lane() * kElements;
   }
 
-  // Whether the last group may lie beyond the tensor's end, as other lanes' may not.
+  // True if the last group may lie beyond the tensor's end, as other lanes' may not.
   __device__ bool has_group() const { return left + lane() * kElements > 0; }
   // Below kElements only in the last group of a tensor and beyond, where it may be 0.
   __device__ int count(int pack) const {
@@ -54,8 +53,7 @@ struct StoredPart {
   Stored<T, Part::kElements> pack[Part::kPacks];
 };
 
-// Of a tensor at the lane's first element. kWhole: all packs are full, and the tensor is aligned to them. Elements
-// past the end read as 0.
+// Loads at the lane's first element. kWhole: all packs are full and aligned. Elements past the end read as 0.
 template <bool kWhole, typename T, typename Part>
 __device__ StoredPart<T, Part> load_part(const T* p, const Part& part) {
   constexpr int kElements = Part::kElements;
@@ -231,8 +229,7 @@ struct SplitPart {
   StoredPart<uint16_t, Part> remainder;
 };
 
-// join_float: with the remainder's sign bit flipped, the two halves side by side are the float plus half of the
-// weight's last place.
+// join_float: with the remainder's sign bit flipped, both halves are the float plus half a last place.
 template <typename Part>
 __device__ void to_floats(const SplitPart<Part>& stored, PartValues<Part>& w) {
   constexpr uint32_t kHalfPlace = 0x8000u;
@@ -396,9 +393,8 @@ struct UpdateConstants {
         are_safe(inverse_bias1 <= 0x1p10f && inverse_sqrt_bias2 <= 0x1p10f && eps >= 0x1p-100f && eps <= 0x1p10f) {}
 };
 
-// The update of one element, in three parts. Each operation is rounded by itself: left to the compiler, instances
-// would contract different ones to fused multiply-adds, and master forms would drift apart. So all of them, and the
-// CPU, give equal bits.
+// The update of one element, in three parts. Each operation is rounded by itself, which compilers would contract in
+// one instance and not another. So all master forms, and the CPU, give equal bits.
 
 __device__ inline void update_moments(const UpdateConstants& c, float g, float& m, float& v) {
   m = __fadd_rn(m, __fmul_rn(c.gain1, __fsub_rn(g, m)));

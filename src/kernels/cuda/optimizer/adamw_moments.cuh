@@ -28,8 +28,7 @@ struct PlainMoment {
   }
 };
 
-// kOfFastStep: there is range expansion, and no second moment has a sign, as none that AdamW makes does. Otherwise
-// that is found at run time.
+// kOfFastStep: there is range expansion, and no second moment has a sign. Otherwise that is found at run time.
 template <typename Part_, bool kIsSecond, bool kOfFastStep>
 struct Fp8Moment {
   static constexpr bool kSigned = !(kIsSecond && kOfFastStep);

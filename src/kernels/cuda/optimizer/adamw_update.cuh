@@ -4,8 +4,7 @@
 
 #include "kernels/cuda/optimizer/adamw_moments.cuh"
 
-// A lane's part of AdamW's step: from the tensors as they are stored and back to them. Members and functions are
-// called by all lanes of a warp.
+// A lane's part of AdamW's step, from tensors as stored and back. All lanes of a warp call its functions.
 namespace parka::cuda {
 
 template <typename Weights, typename GradientOf, typename ExpAvg, typename ExpAvgSq>
@@ -52,9 +51,8 @@ __device__ __noinline__ inline float call_direction_of(float m, float v, float i
   return direction_of(m, v, inverse_bias1, inverse_sqrt_bias2, eps);
 }
 
-// direction_of, the same bits, for elements of groups that are in_safe_range: root and quotient by the sequences
-// that __fsqrt_rn and __fdiv_rn have for such operands, without their checks for others and the branches, which are
-// half of their instructions.
+// direction_of, the same bits, for elements of groups that are in_safe_range: root and quotient as __fsqrt_rn and
+// __fdiv_rn have them, without checks for other operands, which are half of their instructions.
 __device__ inline float safe_direction_of(const UpdateConstants& c, float m, float v) {
   const float inverse_root = approximate_rsqrt(v);
   float root = __fmul_rn(v, inverse_root);
@@ -68,7 +66,7 @@ __device__ inline float safe_direction_of(const UpdateConstants& c, float m, flo
 
 constexpr float kLargestSafeV = 0x1p60f;
 
-// Whether no step of safe_direction_of can leave fp32's range, or lose bits below it, for any element of a group.
+// True if no step of safe_direction_of can leave fp32's range, or lose bits below it, for any element of a group.
 __device__ inline bool in_safe_range(const UpdateConstants& c, const MomentExtremes& m, const MomentExtremes& v) {
   return c.are_safe && m.amin >= 0x1p-80f && m.amax <= 0x1p10f && !v.has_zeros && v.amin >= 0x1p-100f &&
          v.amax <= kLargestSafeV;
@@ -107,8 +105,7 @@ __device__ auto load_elements(const Tensors& t, const Part& part) {
                         t.exp_avg.template load<true>(part), t.exp_avg_sq.template load<true>(part)};
 }
 
-// With fp8 moments: steps the `elements` of `part`. Calls load_next() once they are no longer needed, to load
-// others while moments are being encoded.
+// With fp8 moments: steps the `elements` of `part`. Calls load_next() once they are read, before encoding.
 template <typename Tensors, typename Part, typename Elements, typename LoadNext>
 __device__ void step_fp8(const Tensors& t, const Part& part, const RootTable& roots, float grad_scale,
                          const UpdateConstants& c, const Elements& elements,

@@ -7,8 +7,7 @@
 
 // The arithmetic of moments in FP8: bit for bit what kernels/cpu/optimizer/adamw.cpp and
 // kernels/cpu/math/log2_exp2.h define, in few instructions. A root (decoding) is looked up. A power (encoding) is
-// taken with the GPU's approximate log2 and exp2, which settle nearly every code; where they leave two to choose
-// from, the defined operations decide.
+// approximate log2 and exp2, which settle nearly every code; between two candidates the defined operations decide.
 namespace parka::cuda {
 
 // ---- Decoding ----
@@ -84,8 +83,7 @@ __device__ void copy_roots(const RootTable& from, RootTable& to) {
 }
 
 // The values of four codes of a group with this `amax`, by its exponent's row of the table. The table lies in
-// global or in shared memory: one gather for each code, so shared memory is what to use where there are many codes.
-// kSigned: codes may have signs.
+// global or, where there are many codes, in shared memory: one gather for each code. kSigned: codes may have signs.
 template <bool kSigned>
 __device__ inline void decode_moment(uint32_t codes, float amax, const RootTable& table, uint32_t row,
                                      float (&x)[4]) {
@@ -169,8 +167,7 @@ constexpr float kLargestReciprocal = 0x1p125f;  // numbers below this have a rec
 // log2 of the range that a group is expanded to, as in range_expansion_exponent.
 constexpr double kLog2Range = detail::log2_of(448.0 * 448.0 / 2);
 
-// range_expansion_exponent(amax, amin) as a float, for finite amax > 0 and amin >= 0. amin = 0, which only
-// a group of zeros has, gives 16.
+// range_expansion_exponent(amax, amin) as a float, for finite amax > 0, amin >= 0; 16 for amin = 0: only zeros.
 __device__ inline float moment_exponent(float amax, float amin) {
   constexpr auto kScaledRange = static_cast<float>(16.0 * kLog2Range);
   // Just inside the integers that they round down to: there the two estimates below never disagree.
@@ -209,8 +206,7 @@ __device__ __noinline__ inline uint32_t defined_moment_code(float x, float amax,
 //   here:   3 / 4 k from the division, 13.1 from log2, 4.2 from rounding y, 1.5 from the rest
 //   there:  1 / 4 k from the division, 9.3 from log2 (its error is 0.46 of its result or less: measured) and
 //           rounding y, 0.7 from the rest
-// Where |log2| of the fraction is below 1, the errors of log2 are below 1 and 0.57 absolutely, and so less than
-// that.
+// |log2| of a fraction below 1 has absolute errors of below 1 and 0.57, and so less than that.
 constexpr float kToleranceUnit = 0x1p-22f, kToleranceBase = 30.0f;
 
 // What all codes of a group have in common.
@@ -236,8 +232,7 @@ struct MomentGroup {
 // The codes of 4 kWords numbers of a group. kIsSecond: those of numbers that are not 0 are not 0. kSigned: numbers
 // may have signs. To be called by all lanes of a warp.
 //
-// Each number's power is taken at both ends of the tolerance; where their codes differ, the defined operations
-// decide, for about one number in 5000.
+// Powers are taken at both ends of the tolerance; for a number in 5000 codes differ, and definitions decide.
 template <bool kIsSecond, bool kSigned, int kWords>
 __device__ inline void encode_moment(const float (&x)[kWords][4], const MomentGroup& group,
                                      uint32_t (&codes)[kWords]) {

@@ -88,8 +88,7 @@ PartTable make_table(const std::vector<TensorView>& tensors, size_t begin, size_
   return table;
 }
 
-// The part that a piece belongs to: the last that does not begin after it, since parts without elements begin where
-// the next one does.
+// The part of a piece: the last that does not begin after it, as parts without elements begin with the next.
 __device__ int part_of_piece(const PartTable& table, int piece) {
   int part = 0, end = table.num_parts;
   while (end - part > 1) {

@@ -1,9 +1,8 @@
 #pragma once
 #include <cstdint>
 
-// PTX that CUDA C++ has no name for: tensor-core products of bf16 (mma), asynchronous copies from global to shared
-// memory (cp.async), named barriers, and the base-2 exponential in one instruction. For compute capability 8.0 and
-// later.
+// PTX that CUDA C++ has no name for: tensor-core products of bf16 (mma), asynchronous copies to shared memory
+// (cp.async), named barriers, and the base-2 exponential in one instruction. For compute capability 8.0 and later.
 namespace parka::cuda {
 
 // The address of shared memory as PTX takes it.
@@ -71,8 +70,7 @@ __device__ inline uint32_t transpose_matrix(uint32_t x) {
   return transposed;
 }
 
-// c += a b for a [16, 16] and b [16, 8] of bf16 and c [16, 8] of fp32. Lane l holds, with g = l / 4 and t = 2 (l %
-// 4):
+// c += a b for a [16, 16] and b [16, 8] of bf16 and c [16, 8] of fp32. Lane l holds, g = l / 4, t = 2 (l % 4):
 //   c: row g, columns t and t + 1; row g + 8, the same columns
 //   a: row g, columns t and t + 1; row g + 8, the same; row g, columns t + 8 and t + 9; row g + 8, the same
 //   b0: rows t and t + 1 of column g; b1: rows t + 8 and t + 9 of it
@@ -97,8 +95,7 @@ __device__ inline float exp2_approximate(float x) {
   return y;
 }
 
-// blockIdx.x and threadIdx.x, read again by each call, so that a kernel can recompute what it derives from them
-// instead of keeping it in registers.
+// blockIdx.x and threadIdx.x, read again by each call, so that what derives from them needs no registers.
 __device__ inline unsigned read_block_index() {
   unsigned index;
   asm volatile("mov.u32 %0, %%ctaid.x;\n" : "=r"(index));

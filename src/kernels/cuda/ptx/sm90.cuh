@@ -6,9 +6,8 @@
 #include "core/number_formats.h"
 #include "kernels/cuda/ptx/mma.cuh"
 
-// PTX for compute capability 9.0: wgmma, the products of a warpgroup (4 warps) with operands in shared memory; bulk
-// copies (TMA) of whole tiles; mbarriers in shared memory that signal their completion; and setmaxnreg, which moves
-// registers between warpgroups.
+// PTX for compute capability 9.0: wgmma, products of a warpgroup (4 warps) of operands in shared memory; bulk
+// copies (TMA) of whole tiles; mbarriers, which signal their completion; and setmaxnreg, which moves registers.
 //
 // A tile of C bf16 columns lies in shared memory as C / 64 blocks of rows of 128 bytes. In each row the copy
 // permutes the 16-byte chunks (chunk ^ row % 8), the 128-byte swizzle. A tile begins at a multiple of 1024 bytes.
@@ -53,8 +52,7 @@ __device__ inline void mbarrier_expect_tx(uint32_t barrier, int bytes) {
 __device__ inline void mbarrier_arrive_after_cp_async(uint32_t barrier) {
   asm volatile("cp.async.mbarrier.arrive.noinc.shared::cta.b64 [%0];\n" ::"r"(barrier) : "memory");
 }
-// Returns once the phase of this parity has completed. Returns at once if the barrier is already in the next phase;
-// for parity 1 a new barrier is.
+// Returns once the phase of this parity has completed, or is over: for parity 1 a new barrier's is.
 __device__ inline void mbarrier_wait(uint32_t barrier, unsigned parity) {
   asm volatile(
       "{\n"
@@ -128,8 +126,7 @@ __device__ inline void fence_operand(float (&c)[1][kN][4]) {
   }
 }
 
-// The matrix descriptor of an operand in shared memory. To step along the summed dimension or between rows, add
-// bytes / 16.
+// The matrix descriptor of an operand in shared memory. To step between columns or rows, add bytes / 16.
 //   kRowsSummed false: the tile's columns are summed over, its rows are the product's rows or columns.
 //   kRowsSummed true: the tile's rows are summed over; block_bytes is the distance between its blocks of 64
 //   columns.
@@ -221,8 +218,7 @@ __device__ inline void start_product_transposed(float (&c)[1][kN][4], SharedTile
   }
 }
 
-// Starts c += A B for the first 16 kSteps columns of A [64, 16 kK] in registers, and as many rows of B
-// [16 kK, 8 kN].
+// Starts c += A B for the first 16 kSteps columns of A [64, 16 kK] in registers and rows of B [16 kK, 8 kN].
 template <int kSteps, int kN, int kK>
 __device__ inline void start_product_of_first(float (&c)[1][kN][4], const uint32_t (&a)[1][kK][4],
                                               SharedTile b_tile) {

@@ -11,9 +11,8 @@ namespace parka::cuda {
 #if PARKA_SM90_CODE
 
 // Arrives at the barrier of the block of that rank. It orders memory for this block alone: what this thread wrote
-// need not be seen there yet. It suffices to say that shared memory has been read, by wgmma of which the end was
-// waited for. A release to the cluster would also wait for all of the thread's memory operations, in the whole GPU
-// (MEMBAR.GPU).
+// need not be seen there yet. It suffices to say that wgmma whose end was waited for has read shared memory. A
+// release to the cluster would also wait for all memory operations of the thread (MEMBAR.GPU).
 __device__ inline void mbarrier_arrive_at(uint32_t barrier, uint32_t rank) {
   asm volatile(
       "{\n"

@@ -5,8 +5,7 @@
 #include "kernels/cuda/quantize/fp8.cuh"
 #include "kernels/cuda/quantize/matrix_source.cuh"
 
-// Tiles of FP8 codes, which a block writes in either order. A block of 256 threads has a tile of 128 x 128, each
-// thread 4 rows of 16 columns.
+// Tiles of FP8 codes, written in either order. 256 threads have a tile of 128 x 128, each 4 rows of 16 columns.
 namespace parka::cuda::tiles {
 
 constexpr int kSize = 128;  // rows and columns of a tile

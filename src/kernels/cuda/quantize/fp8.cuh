@@ -120,8 +120,7 @@ __device__ inline float max_magnitude_of(float amax, const float (&x)[kCount]) {
   return amax;
 }
 
-// Raises *target, which is not negative, to `amax`: what every block of a kernel does with its own maximum. The
-// result does not depend on the order.
+// Raises *target, which is not negative, to a block's maximum `amax`; the result does not depend on the order.
 __device__ inline void raise_to(float* target, float amax) {
   // Most blocks find a larger one there already; a stale value only costs the atomic operation.
   if (amax > *static_cast<volatile float*>(target)) {

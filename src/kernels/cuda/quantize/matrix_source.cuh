@@ -126,8 +126,7 @@ __device__ inline float decode_1(uint8_t code, float scale) {
   return __fmul_rn(numbers[0], scale);
 }
 
-// The scales of kGroup in bf16, as saved activations have them, of groups that are a power of two. Fewer
-// instructions than PieceScales.
+// The scales of kGroup in bf16, of groups that are a power of two, in fewer instructions than PieceScales.
 struct BFloat16GroupScales {
   static constexpr bool kExactProducts = true;  // 8 bits of a scale times at most 4 of a code fit in fp32
   const BFloat16* scale;

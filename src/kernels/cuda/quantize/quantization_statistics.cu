@@ -167,8 +167,7 @@ __global__ void clear_moment_statistics_kernel(int* counts, float* amax) {
   if (threadIdx.x == 1) amax[1] = 0.0f;
 }
 
-// Counts are whole numbers and an amax is never negative, so its bits are ordered as it is: atomic operations give
-// the same result in any order.
+// Counts are whole numbers and an amax's bits are ordered as it is: atomic operations are exact in any order.
 __global__ void __launch_bounds__(kThreads) moment_statistics_kernel(const uint8_t* exponent, const float* amax,
                                                                      int64_t num_groups, int* counts, int* range) {
   static_assert(kThreads == kNumMomentExponents);

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads)
   }
 }
 
-// Whether decode_kernel can decode x to y.
+// True if decode_kernel can decode x to y.
 bool is_stream(const ScaledView& x, const TensorView& y) {
   if (x.scaling != Scaling::kTensor && x.scaling != Scaling::kGroup) return false;
   const bool whole = x.scaling == Scaling::kTensor;

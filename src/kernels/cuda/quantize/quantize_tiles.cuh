@@ -19,11 +19,10 @@
 //   __device__ void decode(const Fetched& fetched, int quarter, float (&x)[4]) const;
 //   // The number at (row, col), with the same bits: what shapes that do not fit are made with.
 //   __device__ float element(int row, int col) const;
-//   // Whether fetch() can be called: the columns are a multiple of 16, and what it reads in 16 bytes is aligned
+//   // True if fetch() can be called: the columns are a multiple of 16, and what it reads in 16 bytes is aligned
 //   so. bool fits_wide() const;
 // It is copied to the GPU as it is: pointers and numbers. What it reads is not written while a kernel of this file
-// runs. matrix_source.cuh has those for numbers in memory. Functions of namespace tiles take some without element()
-// and fits_wide().
+// runs. matrix_source.cuh has those for numbers in memory. Some functions need no element() and fits_wide().
 //
 // Shapes: R rows and C columns of the source. A block has a tile of 128 x 128 (code_tiles.cuh): whatever a scale
 // belongs to, a group of a row or a column or a block, then lies within one tile.
@@ -379,7 +378,7 @@ inline bool same_format(const ScaledView& a, const ScaledView& b) {
   return a.data.dtype == b.data.dtype && a.scaling == b.scaling && a.group == b.group;
 }
 
-// Whether pieces with one scale fit into tiles.
+// True if pieces with one scale fit into tiles.
 inline bool fits_tiles(const ScaledView& t) {
   if (t.scaling == Scaling::kBlock) return t.group == kSize;
   if (t.scaling == Scaling::kGroup)

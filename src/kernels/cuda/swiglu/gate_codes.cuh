@@ -57,7 +57,7 @@ struct GroupCodes {
   __device__ void write(uint8_t* codes) const { tiles::store_16(codes, word); }
 };
 
-// Whether GateCodes can make what is wanted of a.up_gate_plain.
+// True if GateCodes can make what is wanted of a.up_gate_plain.
 inline bool fits_gate_codes(const SwigluForward& a) {
   const auto is_usual = [](const ScaledView& t) {
     return t.scaling == Scaling::kGroup && tiles::fits_tiles(t) && t.scale.dtype == DType::kBF16 &&
@@ -102,8 +102,7 @@ struct GateCodes {
     float amax;                                            // of the products
   };
 
-  // To be called by whole warps whose lanes 8i to 8i + 7 have adjacent columns of one row, beginning at a multiple
-  // of 128.
+  // Called by whole warps whose lanes 8i to 8i + 7 have adjacent columns of a row, from a multiple of 128 on.
   template <typename F8, bool kSavesSilu>
   __device__ Made<F8, kSavesSilu> make(const Stored<BFloat16, kSourceWidth>& up_plain,
                                        const Stored<BFloat16, kSourceWidth>& gate_plain) const {

@@ -208,8 +208,7 @@ void quantize_gate(CudaDevice& device, const SwigluForward& a, float* amax) {
   });
 }
 
-// Writes the product of forward or backward. With `amax`, which `is_found` or 0, scales are made from it; with null
-// they are inputs.
+// Writes the product of forward or backward. Scales are made from `amax`, 0 or `is_found`, or given if null.
 template <typename Args>
 void write_product(CudaDevice& device, const Args& a, float* amax, bool is_found) {
   const int64_t rows = a.up_gate.num_rows(), width = a.up_gate.num_cols() / 2;

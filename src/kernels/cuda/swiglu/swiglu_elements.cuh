@@ -11,8 +11,7 @@ namespace parka::cuda {
 
 constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;
 
-// Of e^-gate. The reciprocal of a number that is never below 1: one instruction, where a division has to look for
-// small ones.
+// Takes e^-gate. The reciprocal of a number >= 1 is one instruction, where a division looks for small ones.
 __device__ inline float sigmoid_of_exponential(float exponential) {
   float reciprocal;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(__fadd_rn(1.0f, exponential)));
@@ -89,8 +88,7 @@ __device__ inline float gate_gradient(float d_product, float up, float slope) {
   return __fmul_rn(d_product, __fmul_rn(up, slope));
 }
 
-// The larger magnitude of both gradients, bit for bit: rounding keeps the order of |d_product| times the two
-// factors.
+// The larger magnitude of both gradients, bit for bit: rounding keeps the order of the two products.
 __device__ inline float gradient_magnitude(float d_product, float up, float activated, float slope) {
   return __fmul_rn(fabsf(d_product), fmaxf(fabsf(activated), fabsf(__fmul_rn(up, slope))));
 }

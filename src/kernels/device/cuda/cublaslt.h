@@ -3,9 +3,8 @@
 
 namespace parka::cuda {
 
-// The address of a function of cuBLASLt, which is loaded when the first of them is asked for: a program that
-// computes on the CPU, or plans, starts in a tenth of the time without. Throws Error(kBadInput) if the library is
-// not there.
+// The address of a function of cuBLASLt, which is loaded for the first of them: without it a program on the CPU
+// starts in a tenth of the time. Throws Error(kBadInput) if the library is not there.
 void* cublaslt_function(const char* name);
 
 }  // namespace parka::cuda

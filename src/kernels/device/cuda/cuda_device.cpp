@@ -19,8 +19,7 @@ constexpr int64_t kStagingBytes = int64_t{1} << 20;
 constexpr size_t kStagingCount = 64;
 
 // The driver sets a stack aside for every thread that the GPU has room for, by default of 1 KiB: 0.28 GB on an
-// H200. A kernel with more on its stack still gets it, at its first launch; where that is known, as of all kernels
-// here.
+// H200. A kernel that needs more gets it at its first launch; all here say how much.
 constexpr size_t kStackBytes = 32;
 
 void check_supported(const cudaDeviceProp& gpu) {
@@ -354,9 +353,8 @@ bool CudaDevice::has_float8_tiles() const {
   return kBuilt && properties_.major == 9 && properties_.minor == 0;
 }
 
-// One kernel was faster at all sizes that were measured, those of models of 1 to 8 billion parameters. Four tiles
-// of 128 x 256 numbers for each multiprocessor are far below these; where there are fewer, as in generation,
-// multiprocessors would be idle.
+// One kernel was faster at all sizes of models of 1 to 8 billion parameters. Four tiles of 128 x 256 numbers for
+// each multiprocessor are far below these; where there are fewer, as in generation, some would be idle.
 bool CudaDevice::fuses(std::string_view, int64_t numbers) const {
   constexpr int64_t kTile = int64_t{128} * 256;
   return has_float8_tiles() && numbers >= 4 * kTile * num_multiprocessors();

@@ -13,8 +13,7 @@
 
 namespace parka::cuda {
 
-// Pinned host memory that is used again and again: taking and freeing it each time would make the host wait for all
-// queued work.
+// Pinned host memory for reuse: taking and freeing it each time would make the host wait for all queued work.
 class PinnedPool {
  public:
   struct Memory {
@@ -44,8 +43,7 @@ class KeptByOps {
 // copies pass, so that none of them makes the host wait for queued work.
 class CudaDevice final : public Device {
  public:
-  // `make_kept` makes what gemm() keeps here, when the device is there. Throws Error(kBadInput) for a GPU that this
-  // build has no code for.
+  // `make_kept` makes what gemm() keeps, once the device is there. Throws Error(kBadInput) for a GPU without code.
   CudaDevice(int ordinal, const std::function<std::unique_ptr<KeptByOps>()>& make_kept);
   ~CudaDevice() override;
 

@@ -7,8 +7,7 @@
 
 namespace parka::cuda {
 
-// A function of the driver, of CUDA 12.0 or later, found at run time: programs start without a driver too. Throws
-// Error(kInternal).
+// A function of the driver, of CUDA 12.0 or later, found at run time, if at all. Throws Error(kInternal).
 template <typename Function>
 Function driver_function(const char* name) {
   void* function = nullptr;

@@ -13,8 +13,7 @@
 namespace parka::cuda {
 namespace {
 
-// One registration: small enough that the driver, which launches wait for, is not held up for long. No copy spans
-// two of them.
+// One registration, too small to hold up the driver, which launches wait for, for long. No copy spans two.
 constexpr int64_t kChunkBytes = int64_t{256} << 20;
 // Copies of at least so many bytes share an event, and so many groups of them are queued at a time.
 constexpr int64_t kGroupBytes = int64_t{128} << 20;

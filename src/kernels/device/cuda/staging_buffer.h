@@ -16,8 +16,7 @@
 namespace parka::cuda {
 
 // Pinned memory, a stream for copies out of a GPU, and a thread that pins the memory, a chunk at a time, and then
-// queues the copies, a few at a time: with a full queue the driver would keep the thread that queues the ops
-// waiting.
+// queues the copies, a few at a time: with a full queue the driver would keep the ops' thread waiting.
 class CudaStaging final : public StagingBuffer {
  public:
   // `stream` is the device's own.

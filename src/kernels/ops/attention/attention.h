@@ -23,9 +23,8 @@ struct AttentionForward {
   int64_t num_kv_heads;
   float scale;
   TensorView out_amax = {};  // [1] fp32, out: max |out| as stored, for quantize; empty: not wanted
-  // [T] int32, in: the first position in its sequence that each row attends to. 0 <= first_key <= its own position,
-  // and not less than that of the previous row in the sequence. GPUs do not check that; rows that break it get
-  // wrong results. Empty: 0.
+  // [T] int32, in: the first position in its sequence that each row attends to, from 0 to its own, and not less
+  // than that of the previous row in the sequence. GPUs do not check that and give wrong results. Empty: 0.
   TensorView first_key = {};
   // The most keys that first_key leaves to a row, its own included: what the op's cost counts. 0: it does not say.
   int64_t window = 0;
@@ -47,14 +46,12 @@ struct AttentionBackward {
   int64_t num_kv_heads;
   float scale;
   TensorView first_key = {};  // as in AttentionForward
-  // [S, D] fp32, in: from rope_table. d_q and d_k are then the gradients of queries and keys before rope_forward:
-  // each pair is rotated back by the angle of its position, before anything is rounded. D is even. Empty: no
-  // rotation.
+  // [S, D] fp32, in: from rope_table. d_q and d_k are then the gradients before rope_forward: each pair is rotated
+  // back by the angle of its position, before anything is rounded. D is even. Empty: no rotation.
   TensorView cos_sin = {};
   TensorView d_qkv_amax = {};  // [1] fp32, out: max |d_qkv| as stored, for quantize; empty: not wanted
   // [bytes] u8, scratch memory in which a GPU may keep d_s of some heads at a time
-  // (cuda::attention_backward_scratch_bytes). If it is empty or too small, d_s is computed twice, once for d_k and
-  // once for d_q.
+  // (cuda::attention_backward_scratch_bytes). Too little: d_s is computed for d_k and for d_q.
   TensorView scratch = {};
   int64_t window = 0;  // as in AttentionForward
   bool causal = true;  // as in AttentionForward

@@ -7,9 +7,8 @@
 
 namespace parka {
 
-// hash += the hash of x's bytes (core/bit_hash.h), modulo 2^64. Several calls give the hash over several tensors,
-// or over the parts of one on several devices. The caller initializes hash, usually to 0. x and hash must not
-// overlap.
+// hash += the hash of x's bytes (core/bit_hash.h), modulo 2^64. Several calls hash several tensors, or a tensor's
+// parts on several devices. The caller initializes hash, usually to 0. x and hash must not overlap.
 struct BitHash {
   TensorView x;             // any shape and format, in; fast where it is aligned to 16 bytes
   TensorView hash;          // [8] uint8, in/out: a little-endian 64-bit number, aligned to 8 bytes

@@ -20,8 +20,7 @@ void check_operand(std::string_view name, const ScaledView& t, bool transposed, 
 
 constexpr uint32_t kFullAlignment = 256;  // the most that cuBLASLt asks about
 
-// FP8 tensor cores multiply so many elements along the summed axis at a time, and want operands aligned to as many
-// bytes.
+// FP8 tensor cores multiply so many elements of the summed axis at a time, and want operands so aligned.
 constexpr int64_t kFloat8Unit = 16;
 constexpr uint32_t kFloat8Alignment = 16;
 constexpr int64_t kBlockScaleGroup = 128;  // the one that cuBLASLt has for fp32 scales

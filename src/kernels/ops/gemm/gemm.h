@@ -49,8 +49,7 @@ void record_product(Device& device, const Gemm& a);
 // How a GPU does a product.
 
 // True if a kernel of its own computes it (kernels/cuda/gemm/low_rank_update.cu): bf16 operands, accumulated in
-// bf16, over up to kMostLowRankTerms terms, with `a` in rows; rows that are multiples of 16 bytes, aligned to 16
-// bytes.
+// bf16, over up to kMostLowRankTerms terms, `a` in rows; rows are aligned to 16 bytes.
 inline constexpr int64_t kMostLowRankTerms = 128;
 bool suits_low_rank_update(const Gemm& a);
 // True if cuBLASLt gets it, because it has no kernel of its own. FP8 GEMMs need operands that are 16-byte aligned,
@@ -59,9 +58,8 @@ bool suits_low_rank_update(const Gemm& a);
 //   both scaled in fp32 per 128, kGroup with kGroup or kBlock in either order; then M is a multiple of 16 too.
 // The library itself refuses two e5m2 operands, and FP8 on GPUs without it.
 bool suits_cublaslt(const Gemm& a);
-// True if operands and output are those of Parka's own FP8 GEMM (kernels/cuda/gemm/sm90_float8_tiles.cuh), whose
-// kernels make something else of it than a matrix of bf16: E4M3 scaled kTensor, K > 0, fast accumulation, to a bf16
-// output that is not added to.
+// True if operands and output suit Parka's own FP8 GEMM (kernels/cuda/gemm/sm90_float8_tiles.cuh), whose kernels go
+// on with its product: E4M3 scaled kTensor, K > 0, fast accumulation, to a bf16 output that is not added to.
 bool suits_float8_tiles(const Gemm& a);
 bool accumulates_fast(const Gemm& a);        // in the tensor cores' own accumulator
 uint32_t alignment_of(const TensorView& t);  // the largest power of two up to 256 that divides the address

@@ -18,8 +18,7 @@ inline constexpr float kGeluLinear = 1.5957691216f, kGeluCubic = 0.044715f * kGe
 // up_gate holds [up | gate]: the first F columns are up, the last F gate (OLMo's order).
 struct SwigluForward {
   ScaledView up_gate;  // [T, 2F] fp32, bf16, or fp8 kGroup, in; a group never spans the two halves (F % group == 0)
-  // [T, F] fp8 kGroup, out: act(gate), saved as in COAT. If given, product is computed from its decoded values.
-  // Empty: act(gate) stays in fp32.
+  // [T, F] fp8 kGroup, out: act(gate), as in COAT, from whose decoded values product is computed. Empty: fp32.
   ScaledView silu = {};
   ScaledView product;         // [T, F] fp32, bf16, or fp8, out
   ScaledView product_t = {};  // [F, T] fp8, out: the product transposed for the weight gradient; empty: not wanted;
@@ -68,8 +67,7 @@ struct SwigluProjection {
 PARKA_OP(swiglu_projection, SwigluProjection);
 int64_t workspace_of(const SwigluProjection& a);
 
-// True if formats and alignment suit one kernel, which GPUs of compute capability 9.0 have. It never has the
-// projection's bf16 numbers in memory.
+// True if formats and alignment suit one kernel of compute capability 9.0, without the projection in memory.
 bool suits_one_kernel(const SwigluProjection& a);
 // True if swiglu_projection() is to be called rather than the two ops: it is one kernel here, for as many numbers.
 bool runs_as_one(const Device& device, const SwigluProjection& a);
