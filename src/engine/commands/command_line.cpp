@@ -372,7 +372,7 @@ void check_paths(CLI::App& app) {
   }
 }
 
-// What the command line says.
+// The values of all options and arguments.
 struct CommandLine {
   int threads = 0;
   TrainOptions train;
@@ -449,7 +449,7 @@ int parse_and_run(int argc, char** argv) {
   return run_command(app, line);
 }
 
-// What a command has printed may still be on its way, to a file on a disk that is full.
+// Printed text may still be on its way, to a file on a disk that is full.
 void finish_output() {
   if (std::fflush(stdout) != 0 || std::ferror(stdout) != 0) {
     throw_io("standard output: cannot be written; is the disk full?");

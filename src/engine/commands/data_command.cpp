@@ -235,7 +235,7 @@ ExampleRules rules_beside(const TokenFile& file, const DocumentIds& ids) {
   return rules;
 }
 
-// That for which a file was packed, else the usual one, or what the file has.
+// The sequence length for which a file was packed, else the usual one, or the file's own.
 int64_t length_beside(const TokenFile& file) {
   DataDescriptions descriptions;
   const nlohmann::json* description = descriptions.of(file.path());

@@ -57,7 +57,7 @@ std::string first_difference(const ModelConfig& one, const ModelConfig& other) {
   return shown.empty() ? std::string() : shown.front();
 }
 
-// What is added to a model says nothing of it: whoever adds it to its base computes as the base's config.json says.
+// Added weights say nothing of their model: whoever adds them to the base computes as the base's config.json says.
 void check_base_is_unchanged(const LoadedCheckpoint& checkpoint, const Config& config) {
   if (checkpoint.base() == nullptr) return;
   const std::string difference = first_difference(config_of(*checkpoint.base()).model, config.model);
@@ -185,7 +185,7 @@ class Exporter {
     return {std::move(text), std::move(parsed)};
   }
 
-  // What goes along with --like prepares pictures of that model's size and image slots.
+  // The files that go along with --like prepare pictures of that model's size and image slots.
   void check_pictures_of(const VisionConfig& theirs) const {
     const VisionConfig& ours = model_.vision;
     if (!ours.exists() || !theirs.exists()) return;

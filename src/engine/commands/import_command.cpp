@@ -139,7 +139,7 @@ class Importer {
         source_.config_path, model().vocab_size, printable(tokens.rbegin()->second), tokens.rbegin()->first);
   }
 
-  // What decides what a model computes, and its files leave out.
+  // Names what decides the computation, and the files leave out.
   void tell_defaults() const {
     const HuggingFaceFamily& family = *source_.described.family;
     const std::string& text = source_.config_text;
@@ -171,7 +171,7 @@ class Importer {
     return tensors;
   }
 
-  // What no model reads of a tower is left out.
+  // Leaves out the weights of a tower that no model reads.
   void drop_unread_weights() {
     std::erase_if(source_.weights.tensors, [&](const auto& tensor) {
       const std::string_view name = tensor.first, prefix = source_.llava->tower;

@@ -64,7 +64,7 @@ void print_table(const Config& config, const GpuPlan& plan, int64_t num_gpus) {
               plan.saved_bytes_per_token_layer / (2.0 * static_cast<double>(config.model.d_model)));
 }
 
-// What makes a run fit that does not.
+// The changes that make a run fit that does not.
 struct Advice {
   std::optional<MemoryAdvice> here;       // on as many GPUs
   std::optional<MemoryAdvice> more_gpus;  // as it is; where no changes are enough here, with changes
@@ -120,7 +120,7 @@ void write_config(const PlanOptions& options, const Config& config, const Advice
   write_given_keys(options.write_path, options.config_path, overrides);
 }
 
-// What a step of the run is expected to take, beside what was measured.
+// The expected times of a step of the run, beside what was measured.
 struct StepPlan {
   Links links;
   StepMeasurement one;

@@ -9,13 +9,13 @@
 #include "engine/config/config.h"
 #include "engine/files/json.h"
 
-// What the data.json of scripts/prepare_data.py or prepare_images.py says of the token files beside it.
+// The data.json of scripts/prepare_data.py or prepare_images.py describes the token files beside it.
 namespace parka {
 
 // The data.json of folders, each read once.
 class DataDescriptions {
  public:
-  // That of a token file; null if there is none which names the file, in `split` alone where that is given.
+  // The description of a token file; null if none names the file, in `split` alone where that is given.
   const json* of(const std::filesystem::path& file, std::string_view split = {});
 
   // Throws Error(kBadInput) if a token file or mask is not the one that a data.json beside it describes: by its

@@ -149,7 +149,7 @@ std::vector<std::pair<bool, uint64_t>> hashes_of_ends(const ReadOnlyFile& file) 
   return hashes;
 }
 
-// Of files of data.train.
+// The facts that are known of files of data.train.
 struct Trained {
   std::map<FileId, std::string> files;
   std::map<std::pair<int64_t, uint64_t>, std::string> contents;  // of sizes and ends

@@ -28,7 +28,7 @@ double seconds_since(Clock::time_point start) {
   return std::chrono::duration<double>(Clock::now() - start).count();
 }
 
-// What cuDNN's attention reaches on an H200 (docs/results), FLOP/s at 2048 and 8192 tokens: the floor of ours.
+// cuDNN's attention reaches these FLOP/s on an H200 (docs/results) at 2048 and 8192 tokens: the floor of ours.
 constexpr double kAttentionForward[] = {484e12, 596e12}, kAttentionBackward[] = {365e12, 474e12};
 
 double attention_floor(const OpSummary& op, const std::string& device, int64_t sequence_length) {
@@ -52,7 +52,7 @@ void add_floors(Device& device, const Config& config, BenchResult& result) {
   for (OpSummary& op : result.ops) {
     double floor = op.cost.bytes / result.copy_bandwidth;
     if (op.cost.products == Products::kGemm) {
-      // Of a product in an op that cuBLASLt does not run there is nothing to measure it against but itself.
+      // A product in an op that cuBLASLt does not run can be measured against nothing but itself.
       floor = op.op == "gemm" ? gemm_seconds[op.cost.shape] : op.seconds / static_cast<double>(op.count);
     } else if (op.cost.products != Products::kNone) {
       floor = attention_floor(op, result.device, config.data.sequence_length);

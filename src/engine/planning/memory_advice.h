@@ -54,7 +54,7 @@ struct GpuPlan {
   double saved_bytes_per_token_layer = 0;  // kept for backward, per token and block
 };
 
-// What a rank of `config` on `num_gpus` GPUs allocates under config.distributed. Allocates nothing.
+// Plans what a rank of `config` on `num_gpus` GPUs allocates under config.distributed. Allocates nothing.
 GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus);
 
 // The sums alone.

@@ -89,7 +89,7 @@ void transfer(const RecordedTransfer& what, const Links& links, StreamTimeline& 
   }
 }
 
-// What the work so far takes.
+// The time of the work so far.
 class PredictedStep {
  public:
   PredictedStep(const Links& links, const Mesh& mesh) : links_(links), mesh_(mesh) {}

@@ -35,11 +35,11 @@ struct Links {
   double network_latency = 0;
   double memory_bandwidth = 0;  // of a GPU, bytes read and written per second
   double host_bandwidth = 0;    // between a GPU and its host's memory, bytes per second in each direction
-  // What communication costs the work beside it, in times of what its bytes take at memory_bandwidth.
+  // The cost of communication for the work beside it, in times of what its bytes take at memory_bandwidth.
   double interference = 0;
 };
 
-// What a collective of `num_gpus` GPUs takes alone. Rings, whose bus bandwidth is that of the slower of a GPU's
+// The time of a collective of `num_gpus` GPUs alone. Rings, whose bus bandwidth is that of the slower of a GPU's
 // links and a node's way out; sums that all keep (kAllReduce) go between nodes as trees. An all-to-all is no ring:
 // each GPU sends to every other, over its own links and its own way into the network.
 double collective_seconds(const Links& links, int64_t num_gpus, RecordedCollective::Kind kind, int64_t bytes);

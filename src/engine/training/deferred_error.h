@@ -8,8 +8,8 @@
 
 namespace parka {
 
-// What ends a run though its state is sound, as data that cannot be read or metrics that cannot be written: it
-// waits here until that state is saved. Each rank has its own error, or none.
+// An error that ends a run though its state is sound, as of data that cannot be read or metrics that cannot be
+// written: it waits here until that state is saved. Each rank has its own, or none.
 class DeferredError {
  public:
   // The first counts: null, and an error after it, change nothing.

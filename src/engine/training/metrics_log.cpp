@@ -63,7 +63,7 @@ bool is_of_later_step(const json& record, int64_t step) {
 // was looked at by an earlier start, and the file of a long run takes a minute to parse.
 constexpr int64_t kLooked = int64_t{16} << 20;
 
-// What a resumed run takes out of the end of its metrics.
+// The records that a resumed run takes out of the end of its metrics.
 class MetricsEnd {
  public:
   MetricsEnd(const InputFile& file, int64_t step, const std::set<std::string>& made_again)

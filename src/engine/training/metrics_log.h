@@ -10,7 +10,7 @@
 
 namespace parka {
 
-// What the record of an evaluation is of: "data.eval", "set NAME" or "task NAME"; empty for other records.
+// The subject of an evaluation's record: "data.eval", "set NAME" or "task NAME"; empty for other records.
 std::string evaluated(const json& record);
 
 // The metrics of a run: a text file to which one JSON object per line is added (JSON Lines). A record that

@@ -17,7 +17,7 @@ double steady_seconds();                      // of a clock that never goes back
 // The time left is based on the wall clock, so saves and evaluation count.
 class Progress {
  public:
-  // Of a run on so many cards; `clock` gives seconds.
+  // The run has so many cards; `clock` gives seconds.
   Progress(int64_t total_steps, int64_t tokens_per_step, const ModelSpeed& speed, int num_cards,
            std::function<double()> clock = steady_seconds)
       : total_steps_(total_steps),

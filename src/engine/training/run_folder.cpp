@@ -21,7 +21,7 @@ namespace parka {
 namespace {
 
 constexpr int64_t kMaxConfigBytes = 64 << 20;
-// Of a save by several ranks; numbers of steps, saves and ranks grow.
+// The name that a save by several ranks needs; numbers of steps, saves and ranks grow.
 constexpr std::string_view kLongestName =
     "/step_1234567890.tmp/attempt_0123456789abcdef_1234567890.ranks/rank_123456.failed.tmp";
 

@@ -8,7 +8,7 @@
 #include "engine/training/training_run.h"
 #include "kernels/device/device.h"
 
-// What a run says of itself in its log, beside its progress.
+// The lines that a run leaves in its log, beside its progress.
 namespace parka {
 
 // At the start: the size of the model and the memory that is planned for it, and what it trains on.
@@ -22,7 +22,7 @@ bool ends_run(const Config& config, int64_t skipped_in_a_row);
 // Throws Error(kNonFinite) for that step. `saved_step`: the newest checkpoint's, if it has the state before.
 [[noreturn]] void throw_bad_step(const StepReport& report, const Config& config, int64_t skipped_in_a_row,
                                  std::optional<int64_t> saved_step);
-// Of a step that was skipped, because it is not finite or a spike.
+// Warns of a step that was skipped, because it is not finite or a spike.
 void log_skipped_step(const StepReport& report, const Config& config);
 
 // At the end: the memory in use; where the model is, and what can be done with it. `newest_step`: of a checkpoint.

@@ -16,7 +16,7 @@
 
 namespace parka {
 
-// What metrics.jsonl says about the earlier starts of a run.
+// The earlier starts of a run, as metrics.jsonl tells.
 struct RunHistory {
   double wall_seconds = 0;            // that processes of the run have run
   double step_seconds = 0;            // of the steps up to the one from which this start resumes

@@ -93,7 +93,7 @@ bool RunSaver::wait_for_all_ranks() {
     const bool any_failed = is_so_on_any_rank(failed());
     if (any_failed) {
       is_given_up_ = true;
-      // What is left is this rank's own writing. Should its disk hang, the watchdog sees that this rank stays away.
+      // Only this rank's own writing is left. Should its disk hang, the watchdog sees that it stays away.
       while (!is_done) is_done = wait_for(kSlice);
     }
     if (!is_so_on_any_rank(!is_done)) return any_failed;

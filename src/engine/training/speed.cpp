@@ -25,8 +25,8 @@ bool has_frozen(const ParameterTable& table) { return !std::ranges::all_of(table
 bool is_of_tower(const ParameterInfo& p) { return p.name.starts_with(kVision); }
 bool is_of_images(const ParameterInfo& p) { return is_of_tower(p) || p.name.starts_with(kProjector); }
 
-// Of an image in the tower and the projector. Products with weights count twice for each element and row, in
-// forward, where gradients pass below it, and where it is trained; attention is to all rows.
+// The FLOP of an image in the tower and the projector. Products with weights count twice for each element and row,
+// in forward, where gradients pass below it, and where it is trained; attention is to all rows.
 double flop_per_image(const VisionConfig& vision, const ParameterTable& table) {
   const TowerConfig& tower = vision.tower;
   const double rows = static_cast<double>(tower.num_tokens());

@@ -30,7 +30,7 @@ struct ModelSpeed {
   double peak_flops = 0;  // dense peak of a card in the format of the GEMMs; 0: unknown, and so is the MFU
   const char* formula = kFlopFormula;
 
-  // Of so many cards that make `flops` FLOP/s together.
+  // The share of their peak at which so many cards make `flops` FLOP/s together.
   double utilization(double flops, int num_cards) const { return flops / (num_cards * peak_flops); }
 };
 ModelSpeed speed_of(const Config& config, const ParameterTable& table, const std::string& device_name);

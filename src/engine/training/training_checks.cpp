@@ -1,4 +1,4 @@
-// What a TrainingRun does to notice silent data corruption.
+// A TrainingRun's checks for silent data corruption.
 #include <cstring>
 #include <utility>
 
@@ -126,7 +126,7 @@ void TrainingRun::compare_replicas(const void* hashes, int64_t step) {
 
 void TrainingRun::check_before_save(SnapshotForm form) {
   PARKA_REQUIRE(!unfinished_);
-  // What is staged by one rank is held against the hashes of the update where it is written.
+  // A rank alone holds what it stages against the hashes of the update where it is written.
   const bool has_updated =
       hashed_step_ == completed_steps_ && (communicator_.size() > 1 || form != SnapshotForm::kStaged);
   const bool has_replicas = communicator_.size() > 1 && declared_.checks.watches_state();

@@ -35,7 +35,7 @@ namespace parka {
 // hashes. `num_copies` ranks that hold the same share the writing. 0 where checkpoint.async is off.
 int64_t staging_bytes(const Config& config, const DeclaredRun& run, int64_t num_copies);
 
-// What happened in one optimizer step.
+// The outcome of one optimizer step.
 struct StepReport {
   int64_t step = 0;      // counts from 1
   double loss = 0;       // mean over the global batch, nats per token, before the update

@@ -55,7 +55,7 @@ bool is_named_by(const std::string& init_from, const fs::path& found) {
 
 constexpr int64_t kPieceBytes = int64_t{4} << 20;  // a multiple of kHashWordBytes
 
-// What could not be loaded again must not take the place of a checkpoint that can.
+// A state that could not be loaded again must not take the place of a checkpoint that can.
 [[noreturn]] void throw_not_finite(const std::string& what) {
   throw Error(
       ExitCode::kNonFinite,
@@ -185,7 +185,7 @@ std::vector<HostTensor> TrainingRun::saved_pieces(std::vector<TensorView>& parts
   for (const NamedTensor& tensor : tensors()) {
     HostTensor host{tensor.name, tensor.view.dtype, tensor.shape, {}, {}, {}};
     const TensorView flat = tensor.view.reshaped({tensor.view.numel()});
-    // What several ranks have is saved by all of them, a part each.
+    // All ranks that have a tensor save it, a part each.
     const int64_t pieces_of_states = parameters[tensor.parameter].placement.states.size;
     const Shard among_copies = {communicator_.rank() / pieces_of_states, communicator_.size() / pieces_of_states};
     const ElementBox own = among_copies.own(tensor.box, num_elements_of(tensor.shape));

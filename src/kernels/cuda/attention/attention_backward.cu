@@ -82,7 +82,7 @@ __device__ void load_fragments(float (&c)[1][kN][4], const float4* place) {
   }
 }
 
-// What a warp works on: of both warps of a pair the same.
+// The work of a warp: both warps of a pair have the same.
 template <typename Tiling>
 __device__ Work find_pair_work(const AttentionDims& dims, int section_heads) {
   Work work = find_work<Tiling::kKeys, Tiling::kWarpKeys, false>(dims, dims.Hkv, section_heads);
@@ -110,8 +110,8 @@ __device__ __forceinline__ void load_keys_or_values(uint32_t (&rows)[1][D / 16][
   __syncthreads();
 }
 
-// Of a warp's keys (rows) and the queries from query_begin on: p in place of scores, 0 for keys that a query does
-// not see. `first`: the first keys of the sequence's queries.
+// Puts p in place of scores, of a warp's keys (rows) and the queries from query_begin on: 0 for keys that a query
+// does not see. `first`: the first keys of the sequence's queries.
 template <Mask kMask, int kN>
 __device__ __forceinline__ void masked_probabilities_by_key(float (&scores)[1][kN][4], const int32_t* first, int S,
                                                             int query_begin, int key_begin,

@@ -37,7 +37,7 @@ struct DecodeDims {
   __device__ int64_t cached(int slot, int position, int head) const {
     return (int64_t{slot} * L + position) * kv_stride() + int64_t{head} * D;
   }
-  // Of a piece in the workspace: D values, then the maximum and the sum.
+  // The place of a piece in the workspace: D values, then the maximum and the sum.
   __device__ int64_t partial(int64_t row_and_head, int piece) const {
     return (row_and_head * pieces + piece) * (D + 2);
   }

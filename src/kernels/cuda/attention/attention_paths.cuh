@@ -34,7 +34,7 @@ struct AttentionDims {
   __host__ __device__ int64_t out_row(int b, int i, int head) const {
     return (int64_t{b} * S + i) * out_stride() + int64_t{head} * D;
   }
-  // Of a row's log-sum-exp and of whatever else there is one of per query.
+  // The place of a row's log-sum-exp and of whatever else there is one of per query.
   __host__ __device__ int64_t query(int b, int i, int head) const { return (int64_t{b} * H + head) * S + i; }
 };
 
@@ -69,7 +69,7 @@ void with_mma_form(const Args& a, const F& f) {
   f(Wide{}, std::integral_constant<Mask, Mask::kDocuments>{});
 }
 
-// What backward kernels do with gradients.
+// The fate of gradients in backward kernels.
 template <typename T>
 struct GradientOutput {
   T* d_qkv;
@@ -97,7 +97,7 @@ struct alignas(8) RowStatistics {
   float lse_log2;  // log-sum-exp in units of log 2: p = exp2(scale_log2 * q . k - lse_log2)
   float delta;     // d_out . out
 };
-// Of all queries, at AttentionDims::query, for calls that attention_backward_mma takes.
+// Computes those of all queries, at AttentionDims::query, for calls that attention_backward_mma takes.
 void compute_row_statistics(CudaDevice& device, const AttentionBackward& a, RowStatistics* statistics);
 
 // Refuses heads of D that are too wide for a GPU.

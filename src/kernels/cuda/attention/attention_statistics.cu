@@ -10,7 +10,7 @@ namespace {
 
 constexpr int kWarps = 8, kThreads = kWarps * kWarpSize;
 
-// Of some rows and heads, added up in a fixed order; see AttentionTotals.
+// The sums of some rows and heads, in a fixed order; see AttentionTotals.
 struct AttentionSums {
   double sum_squares, squares, delta_squares, score_squares;
   float largest_score;
@@ -37,7 +37,7 @@ struct AttentionSums {
   }
 };
 
-// What blocks leave to the kernel that adds them up. It lies in the workspace.
+// Blocks leave these to the kernel that adds them up, in the workspace.
 constexpr int64_t kMaxBlocks = kStatisticsBlocks;
 static_assert(kMaxBlocks * sizeof(AttentionSums) == kAttentionStatisticsWorkspaceBytes);
 

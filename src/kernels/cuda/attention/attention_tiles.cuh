@@ -33,7 +33,7 @@ __device__ inline int head_width(const AttentionDims& dims) {
 // The shared memory that a block may take on any GPU: the least is that of compute capability 8.6 and 8.9.
 constexpr int kMostSharedBytes = 99 << 10;
 
-// Where the 16-byte chunk of a row is in its tile, which begins at a multiple of 256 bytes. Chunks are permuted
+// The place of a row's 16-byte chunk in its tile, which begins at a multiple of 256 bytes. Chunks are permuted
 // within 8 so that both a row and a column of 8 chunks cover all banks.
 template <int D>
 __device__ inline uint32_t chunk_offset(int row, int chunk) {
@@ -239,7 +239,7 @@ __device__ inline void mask_earlier_keys(float (&scores)[kM][kN][4], const int32
   mask_scores<kRowsAreKeys>(scores, [&](int query, int key) { return first + key < first_key[min(query, last)]; });
 }
 
-// Of keys (rows) and queries: p in place of scores.
+// Puts p in place of scores, of keys (rows) and queries.
 template <int kN>
 __device__ __forceinline__ void probabilities_by_key(float (&scores)[1][kN][4], const RowStatistics* statistics,
                                                      float scale_log2) {

@@ -48,7 +48,7 @@ __global__ void __launch_bounds__(kThreads) rope_kernel(T* qkv_TW, const float* 
   }
 }
 
-// What all kernels over pairs have in common.
+// All kernels over pairs have these in common.
 struct Shape {
   int64_t row_width;
   Positions positions;

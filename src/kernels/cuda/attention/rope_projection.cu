@@ -8,7 +8,7 @@
 namespace parka::cuda {
 namespace {
 
-// What is made of a tile: 128 columns of the lower half of W beside those that lie W / 2 behind them, whole heads
+// The codes of a tile: 128 columns of the lower half of W beside those that lie W / 2 behind them, whole heads
 // both. A thread has kWidth adjacent pairs of a head of each.
 struct RotatedCodes {
   static constexpr int kWidth = 8;
@@ -42,7 +42,7 @@ struct RotatedCodes {
     return {load_stored<kWidth>(cos_D), load_stored<kWidth>(cos_D + half)};
   }
 
-  // What a thread makes of pairs.
+  // A thread makes these of its pairs.
   struct Made {
     Codes low_codes, high_codes;
     float low[kWidth], high[kWidth];  // what they decode to

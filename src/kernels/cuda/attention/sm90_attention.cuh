@@ -6,10 +6,10 @@
 #include "kernels/cuda/attention/attention_tiles.cuh"
 #include "kernels/cuda/ptx/sm90.cuh"
 
-// What the attention kernels for compute capability 9.0 share. They are persistent and warp-specialised: one block
-// per multiprocessor takes tiles of 128 rows, the next one whenever it is done. A block has a producer warpgroup,
-// which copies tiles to shared memory, and two consumer warpgroups. Each consumer owns 64 rows of the tile and
-// iterates over the other tiles.
+// The attention kernels for compute capability 9.0 are persistent and warp-specialised: one block per
+// multiprocessor takes tiles of 128 rows, the next one whenever it is done. A block has a producer warpgroup, which
+// copies tiles to shared memory, and two consumer warpgroups. Each consumer owns 64 rows of the tile and iterates
+// over the other tiles.
 namespace parka::cuda::sm90 {
 
 constexpr int kWarpgroup = 128;  // threads
@@ -31,7 +31,7 @@ struct TileOrder {
   unsigned begin_head, num_heads, heads_per_sequence, num_tiles, section_heads;  // tiles of a head
   bool last_head_first = false;
 
-  // Of all heads of all sequences. `bytes_per_head`: what the tiles of a head read.
+  // The order of all heads of all sequences. `bytes_per_head`: the bytes of a head's tiles.
   TileOrder(const AttentionDims& dims, int heads, int64_t bytes_per_head, int blocks)
       : begin_head(0),
         num_heads(dims.B * heads),
@@ -40,7 +40,7 @@ struct TileOrder {
         section_heads(std::max<unsigned>(heads_per_section(dims.B * heads, bytes_per_head),
                                          (blocks + num_tiles - 1) / num_tiles)) {}
 
-  // Of `count` of the heads from `begin` on, in that order or the other way around.
+  // The order of `count` of the heads from `begin` on, forward or backward.
   TileOrder of_heads(unsigned begin, unsigned count, bool backwards) const {
     TileOrder order = *this;
     order.begin_head = begin;
@@ -157,7 +157,7 @@ __device__ __forceinline__ void for_each_taken_tile(const TileOrder& order, cons
 
 #endif  // PARKA_SM90_CODE
 
-// Of one sequence of AttentionForward::first_key; nothing where rows see all earlier keys.
+// One sequence of AttentionForward::first_key; nothing where rows see all earlier keys.
 template <bool kGiven>
 struct FirstKeys {
   const int32_t* of_row;

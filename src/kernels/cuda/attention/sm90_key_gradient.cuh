@@ -69,7 +69,7 @@ struct GroupedStatistics {
   __device__ Columns lse_log2() const { return Columns(place); }
   __device__ Columns delta() const { return Columns(place + kQueries); }
 
-  // Where the float of a query lies.
+  // The place of a query's float.
   __device__ static int index(int query) {
     return query / 16 * 16 + query % 8 / 2 * 4 + query % 16 / 8 * 2 + query % 2;
   }

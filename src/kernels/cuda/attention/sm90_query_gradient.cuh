@@ -7,7 +7,7 @@
 // other reads those that were kept.
 namespace parka::cuda::sm90 {
 
-// Of the kernel of d_q: the block's queries and d_out, results on their way out, and places for keys and values.
+// The kernel of d_q has its block's queries and d_out, results on their way out, and places for keys and values.
 template <int D>
 struct QueryLayout {
   static constexpr int kKeys = 128, kStages = 2;
@@ -58,7 +58,7 @@ __device__ __forceinline__ void copy_query_tiles(const CUtensorMap& qkv_map, con
   });
 }
 
-// Of queries (rows) and keys: p in place of scores.
+// Puts p in place of scores, of queries (rows) and keys.
 template <int kN>
 __device__ __forceinline__ void probabilities_by_query(float (&scores)[1][kN][4],
                                                        const RowStatistics (&statistics)[2], float scale_log2) {

@@ -30,7 +30,7 @@ struct ScoreGradients {
 
 #if PARKA_SM90_CODE
 
-// Of the tile that a block works on, and of those that it passes over.
+// The places of the tile that a block works on, and of those that it passes over.
 template <typename Layout>
 struct Barriers {
   Stages<1> own;

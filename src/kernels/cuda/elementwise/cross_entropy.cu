@@ -27,7 +27,7 @@ static_assert(kScratchBytes == kThreads / kWarpSize * sizeof(float));
 template <typename T>
 constexpr int kWidth = 16 / sizeof(T);  // elements of a pack
 
-// What makes a row's logits their gradient.
+// A row's logits become their gradient by these.
 struct alignas(16) Gradient {
   float c, factor;   // of 2^(x * kLog2E - c)
   float grad_scale;  // subtracted at the target

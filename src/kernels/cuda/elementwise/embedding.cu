@@ -102,7 +102,7 @@ __device__ inline void add_scaled(float scale, const Stored<T, kWidth>& before, 
   for (int i = 0; i < kWidth; ++i) sum[i] = __fadd_rn(__fmul_rn(sum[i], scale), before[i]);
 }
 
-// What to do with the sum after a row of d_out has been added to it.
+// The use of the sum after a row of d_out has been added to it.
 enum class Then : int { kNothing, kAddToTable, kLeaveInSlot };
 
 struct Step {

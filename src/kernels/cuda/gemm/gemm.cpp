@@ -201,7 +201,7 @@ std::vector<cublasLtMatmulAlgo_t> PreparedGemm::candidates(cublasLtHandle_t hand
   int count = 0;
   const cublasStatus_t status = PARKA_CUBLASLT(cublasLtMatmulAlgoGetHeuristic)(
       handle, product_, a_, b_, out_, out_, preference, max_count, found.data(), &count);
-  // What it does not support fails, as two e5m2 operands do with CUBLAS_STATUS_NOT_SUPPORTED.
+  // An unsupported product fails, as two e5m2 operands do with CUBLAS_STATUS_NOT_SUPPORTED.
   if (status != CUBLAS_STATUS_SUCCESS) return {};
   std::vector<cublasLtMatmulAlgo_t> algorithms;
   for (int i = 0; i < count; ++i) {

@@ -14,7 +14,7 @@ namespace parka::cuda {
 // computes out^T [N, M] = B A^T, so our b is its A and our a is its B.
 class PreparedGemm {
  public:
-  // Of a product that suits cuBLASLt.
+  // `a` must suit cuBLASLt.
   explicit PreparedGemm(const Gemm& a);
   ~PreparedGemm();
   PreparedGemm& operator=(PreparedGemm&&) = delete;

@@ -79,7 +79,7 @@ class Stopwatch {
 
 template <typename T>
 void set(cublasLtMatmulAlgo_t& algorithm, cublasLtMatmulAlgoConfigAttributes_t attribute, T value) {
-  // Where an algorithm has no such attribute it stays what it is.
+  // An algorithm without such an attribute stays what it is.
   PARKA_CUBLASLT(cublasLtMatmulAlgoConfigSetAttribute)(&algorithm, attribute, &value, sizeof(value));
 }
 
@@ -101,7 +101,7 @@ int32_t largest_custom_option(const cublasLtMatmulAlgo_t& algorithm) {
   return largest;
 }
 
-// What the library could have proposed too: its proposals with another order of tiles, and its first choice with
+// The library could have proposed these too: its proposals with another order of tiles, and its first choice with
 // each of `tiles`, clusters of thread blocks, and values of the option whose meaning is the library's own.
 std::vector<cublasLtMatmulAlgo_t> vary(const std::vector<cublasLtMatmulAlgo_t>& proposals,
                                        const std::set<uint32_t>& tiles) {

@@ -161,7 +161,7 @@ __device__ inline uint32_t add_pair(uint32_t pair, float factor, const float* su
                    fmaf(factor, sums[1], __uint_as_float(pair & 0xffff0000u)));
 }
 
-// Of a span whose copies have ended.
+// The span's copies must have ended.
 template <int kGroups, typename S>
 __device__ void update_span(const Update& u, const Span& at, const Terms<kGroups, S>& a, const Chunk* tile,
                             const Chunk* slots) {

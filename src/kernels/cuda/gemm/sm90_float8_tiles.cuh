@@ -46,7 +46,7 @@ constexpr int kSharedBytes = kBarriersAt + (2 * kStages + 2) * 8;
 struct TileOrder {
   unsigned pairs, across, sweep_pairs;  // pairs of tiles below each other, tiles side by side, pairs of a sweep
 
-  // Of the product of a [M, K] with b [2 half_cols, K].
+  // The order for the product of a [M, K] with b [2 half_cols, K].
   TileOrder(int64_t rows, int64_t half_cols, int64_t depth)
       : pairs(static_cast<unsigned>(ceil_div(rows, kClusterBlocks * kTileRows))),
         across(static_cast<unsigned>(ceil_div(half_cols, kHalfCols))) {
@@ -75,7 +75,7 @@ struct Product {
   int steps, half_cols;  // K / kCodesDepth, N / 2
   TileOrder order;
 
-  // Of one that suits_float8_tiles().
+  // `a` must be one that suits_float8_tiles().
   explicit Product(const Gemm& a)
       : a_map(make_code_map(a.a.data.data, a.a.num_rows(), a.a.num_cols(), kTileRows)),
         b_map(make_code_map(a.b.data.data, a.b.num_rows(), a.b.num_cols(), kHalfCols)),
@@ -181,7 +181,7 @@ __device__ __forceinline__ void copy_tiles(const Product& product, uint32_t shar
 struct HalfTile {
   uint32_t word[32];  // two adjacent columns of every eight
 
-  // Of `c`, times `factor`.
+  // Holds `c`, times `factor`.
   __device__ __forceinline__ HalfTile(const float (&c)[1][32][4], float factor, int half) {
 #pragma unroll
     for (int n = 0; n < 32; ++n) {

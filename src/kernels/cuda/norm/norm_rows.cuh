@@ -8,7 +8,7 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/ops/norm/norm.h"
 
-// What the norm kernels share. One block works on one row at a time.
+// The norm kernels share these. One block works on one row at a time.
 namespace parka::cuda {
 
 constexpr int kThreadElements = 16;  // of a row, that a thread holds in registers
@@ -72,7 +72,7 @@ struct RowPart {
     }
   }
 
-  // What has been read, or is stored alike.
+  // Elements that were read, or are stored alike.
   template <typename E>
   __device__ void write(E* row, const Stored<E, kWidth> (&x)[kPacks]) const {
 #pragma unroll

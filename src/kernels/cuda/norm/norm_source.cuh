@@ -35,7 +35,7 @@ struct BFloat16Weight {
   __device__ float plus_bias(float x, int) const { return x; }
 };
 
-// Of either format, with a bias of the same. Without a weight it is null, and multiplying by 1 changes nothing.
+// A weight of either format, with a bias of the same; null: multiplying by 1 changes nothing.
 struct AnyWeight {
   static constexpr bool kCentred = true;
   const void* weight_C;

@@ -94,7 +94,7 @@ struct Team {
       x[pack] = load_stored<kWidth>(head + column(pack), wanted && has(pack));
     }
   }
-  // Of the input: the head that begins at a column of a row.
+  // The input's head that begins at a column of a row.
   template <typename Input>
   __device__ void read(const Input& input, int64_t row, int row_width, int first_column, bool wanted,
                        float (&x)[kPacks][kWidth]) const {
@@ -327,7 +327,7 @@ unsigned backward_blocks(CudaDevice& device, const Kernel& kernel, int threads, 
       std::min({work, ceil_div(at_once, parts), norm_backward_max_blocks(weight_columns)}));
 }
 
-// What a launch needs besides the input.
+// The arguments of a launch besides the input.
 template <typename T, typename W>
 struct QkBackwardLaunch {
   CudaDevice& device;

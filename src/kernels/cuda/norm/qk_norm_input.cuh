@@ -5,7 +5,7 @@
 #include "core/tensor.h"
 #include "kernels/cuda/quantize/matrix_source.cuh"
 
-// What the norm of queries and keys reads: [T, N] in one of the formats that kernels are made for. fetch() gives
+// The input of the norm of queries and keys: [T, N] in one of the formats that kernels are made for. fetch() gives
 // kWidth adjacent columns of a row as they are stored, or zeros, and no access, unless `wanted`; nothing waits for
 // them until they are decoded. load() does both.
 namespace parka::cuda {

@@ -4,7 +4,7 @@
 #include "kernels/cuda/norm/norm_rows.cuh"
 #include "kernels/cuda/quantize/fp8.cuh"
 
-// What norm ops do where there is no norm: a sum of two tensors of one type, rounded to it.
+// Norm ops without a norm add two tensors of one type, rounded to it.
 namespace parka::cuda {
 
 template <typename T, typename Y>

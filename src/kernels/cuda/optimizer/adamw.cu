@@ -188,7 +188,7 @@ void fast_step(CudaDevice& device, const AdamwStep& a, int64_t num_elements) {
   });
 }
 
-// What the fast step leaves: the elements behind `num_fast`, the last ones of a tensor, or all where it cannot be.
+// Steps what the fast step leaves: the elements behind `num_fast`, the last of a tensor, or all where it cannot be.
 void step_rest(CudaDevice& device, const AdamwStep& a, int64_t num_fast) {
   with_weights(SteppedWeights(a), [&](auto weights) {
     const auto step_with = [&](auto exp_avg_sq) {

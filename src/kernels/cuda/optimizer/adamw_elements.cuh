@@ -30,7 +30,7 @@ struct LanePart {
   int64_t left;  // elements of the tensor from the lane's first one on; may be negative
 
   static __device__ uint32_t lane() { return threadIdx.x % kLanes; }
-  // Of a lane's first element in its block's.
+  // The offset of a lane's first element in its block's.
   static __device__ uint32_t offset() {
     return threadIdx.x / kLanes * static_cast<uint32_t>(kMomentGroup) + lane() * kElements;
   }
@@ -170,7 +170,7 @@ struct Gradient {
   }
 };
 
-// Of any plain format, chosen as it is read: for kernels of which there are many and which little time is spent in.
+// A gradient of any plain format, chosen as it is read: for the many kernels which little time is spent in.
 struct AnyGradient {
   const void* gradient_N;
   bool is_bf16;  // otherwise fp32
@@ -401,7 +401,7 @@ __device__ inline void update_moments(const UpdateConstants& c, float g, float& 
   v = __fadd_rn(v, __fmul_rn(c.gain2, __fsub_rn(__fmul_rn(g, g), v)));
 }
 
-// Where the weight goes. The root of v is taken before the bias correction: v / bias2 could overflow.
+// The weight's direction. The root of v is taken before the bias correction: v / bias2 could overflow.
 __device__ inline float direction_of(float m, float v, float inverse_bias1, float inverse_sqrt_bias2, float eps) {
   const float root = __fmul_rn(__fsqrt_rn(v), inverse_sqrt_bias2);
   return __fdiv_rn(__fmul_rn(m, inverse_bias1), __fadd_rn(root, eps));

@@ -74,7 +74,7 @@ struct Fp8Moment {
     for_each_element<Part>([&](int pack, int i) { x[pack][i] = values[pack * kPackWords + i / 4][i % 4]; });
   }
 
-  // Of the group, in all of its lanes.
+  // The group's extremes, in all of its lanes.
   static __device__ MomentExtremes extremes(const Values& x) {
     // As integers, NaNs are the largest magnitudes.
     const auto magnitude = [&](int pack, int i) {
@@ -110,7 +110,7 @@ struct Fp8Moment {
 #pragma unroll
     for (int word = 0; word < kWords; ++word) codes.pack[word / kPackWords].word[word % kPackWords] = words[word];
     store_part<kWhole>(codes_N, part, codes);
-    // What is not finite, which no step makes, becomes zeros: stored, it would be read back at every step after.
+    // A value that is not finite, which no step makes, becomes zero: stored, it would come back at every step.
     const bool is_finite = found.amax <= std::numeric_limits<float>::max();
     if (!is_finite) store_part<kWhole>(codes_N, part, StoredPart<Float8E4M3, Part>{});
     if (Part::lane() == 0 && (kWhole || part.has_group())) {

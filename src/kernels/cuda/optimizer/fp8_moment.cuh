@@ -209,7 +209,7 @@ __device__ __noinline__ inline uint32_t defined_moment_code(float x, float amax,
 // |log2| of a fraction below 1 has absolute errors of below 1 and 0.57, and so less than that.
 constexpr float kToleranceUnit = 0x1p-22f, kToleranceBase = 30.0f;
 
-// What all codes of a group have in common.
+// All codes of a group have these in common.
 struct MomentGroup {
   float amax;  // as stored; in a group of zeros any other number than 0
   float k;

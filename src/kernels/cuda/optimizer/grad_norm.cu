@@ -23,7 +23,7 @@ __device__ double thread_sum(const T* x, int64_t count) {
   return sum;
 }
 
-// What one thread adds to the sum of squares over x[0 .. count), which it reads kWidth elements at a time.
+// Returns what one thread adds to the sum of squares over x[0 .. count), reading kWidth elements at a time.
 template <int kWidth, typename T>
 __device__ double thread_sum_of_squares(const T* x, int count) {
   constexpr int kStride = kThreads * kWidth;

@@ -22,7 +22,7 @@ constexpr uint32_t kSharedWords = kTileBytes / 4;
 // A thread's codes of its part of a tile, four columns in a word.
 using Codes = uint32_t[kHeight][kWords];
 
-// Where this thread's part of the block's tile begins. It may lie outside of the matrix.
+// The begin of this thread's part of the block's tile. It may lie outside of the matrix.
 struct Place {
   int row = static_cast<int>(blockIdx.y * kSize + threadIdx.x / kAcross * kHeight);
   int col = static_cast<int>(blockIdx.x * kSize + threadIdx.x % kAcross * kWidth);
@@ -47,7 +47,7 @@ __device__ inline void store_16(uint8_t* target, const uint32_t (&codes)[kWords]
   *reinterpret_cast<Pack<uint32_t, kWords>*>(target) = {codes[0], codes[1], codes[2], codes[3]};
 }
 
-// Where a matrix of codes goes, in either order or both.
+// The target of a matrix of codes, in either order or both.
 struct CodeOutput {
   uint8_t* codes_RC;  // null: not wanted; 16-byte aligned, and C and the stride multiples of 16
   uint8_t* codes_CR;  // null: not wanted
@@ -64,12 +64,12 @@ struct CodeOutput {
 
 constexpr int kTileAlignment = 128;
 
-// Where the piece begins, from the tile's first byte.
+// The begin of the piece, from the tile's first byte.
 __device__ inline uint32_t piece_offset(unsigned row, unsigned piece) {
   return row * kSize + (piece ^ (row / 16 % 4 * 2 + row % 2)) * kWidth;
 }
 
-// Where this thread's row 0 is, for put_codes().
+// The address of this thread's row 0, for put_codes().
 __device__ inline uint32_t part_address(const uint32_t* tile) {
   return shared_address(tile) + piece_offset(threadIdx.x / kAcross * kHeight, threadIdx.x % kAcross);
 }

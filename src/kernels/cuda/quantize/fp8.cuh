@@ -98,7 +98,7 @@ __device__ inline float scale_of_maximum(float amax) {
   return __fmaf_rn(remainder, kInverse, estimate);
 }
 
-// Of a piece with maximum magnitude `amax`, codes F8 and scales stored as S (float or BFloat16).
+// The scale of a piece with maximum magnitude `amax`, codes F8 and scales stored as S (float or BFloat16).
 template <typename F8, typename S>
 __device__ inline PieceScale scale_for(float amax) {
   float scale = scale_of_maximum<F8>(amax);

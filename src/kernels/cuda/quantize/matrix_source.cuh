@@ -93,7 +93,7 @@ struct PieceScales {
   __device__ float decode(const Fetched& stored) const {
     return __uint_as_float(uint32_t{stored.upper} << 16 | (stored.lower & lower_mask));
   }
-  // That of the element at (row, col); the first two forms only if fits_wide().
+  // The number of the element at (row, col); the first two forms only if fits_wide().
   __device__ Fetched fetch_wide(int row, int col) const { return fetch(row >> row_shift, col >> col_shift); }
   __device__ float wide_at(int row, int col) const { return decode(fetch_wide(row, col)); }
   __device__ float at(int row, int col) const { return decode(fetch(row / piece_rows, col / piece_cols)); }

@@ -28,7 +28,7 @@ struct Totals {
     underflowed += other.underflowed;
     not_finite += other.not_finite;
   }
-  // Of the lane `offset` away.
+  // The totals of the lane `offset` away.
   __device__ Totals of_lane(int offset) const {
     return {__shfl_xor_sync(kFullWarp, squares, offset),     __shfl_xor_sync(kFullWarp, error_squares, offset),
             __shfl_xor_sync(kFullWarp, amax, offset),        __shfl_xor_sync(kFullWarp, saturated, offset),
@@ -36,7 +36,7 @@ struct Totals {
   }
 };
 
-// What the blocks of a matrix leave to the kernel that adds them up. It lies in the workspace.
+// The blocks of a matrix leave these to the kernel that adds them up, in the workspace.
 constexpr int64_t kMaxBlocks = kStatisticsBlocks;
 static_assert(kMaxBlocks * sizeof(Totals) == kStatisticsWorkspaceBytes);
 

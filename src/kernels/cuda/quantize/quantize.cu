@@ -117,7 +117,7 @@ bool keeps_codes(const ScaledView& x, const ScaledView& out) {
 
 bool is_plain(const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kNone; }
 
-// What moves elements without arithmetic over more than one of them. Takes what it has done from `out` and `out_t`.
+// Moves elements without arithmetic over more than one of them. Takes what it has done from `out` and `out_t`.
 void quantize_directly(const CudaDevice& device, const ScaledView& x, ScaledView& out, ScaledView& out_t) {
   if (keeps_codes(x, out)) {
     check(cudaMemcpyAsync(out.data.data, x.data.data, static_cast<size_t>(out.data.bytes()),

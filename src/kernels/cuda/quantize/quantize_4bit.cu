@@ -12,7 +12,7 @@ constexpr int kThreads = 256;
 constexpr int kChunk = 8 * kWarpSize;  // elements that a warp quantizes at once, 8 in each lane
 constexpr uint32_t kMagnitudeBits = 0x7fffffffu, kInfinityBits = 0x7f800000u, kNanBits = 0x7fc00000u;
 
-// Of a scale; 0 where it is infinite.
+// The inverse of a scale; 0 where it is infinite.
 __device__ inline float inverse_of(float absmax) {
   const float inverse = __frcp_rn(absmax);
   return isinf(inverse) ? 0.0f : inverse;

@@ -80,7 +80,7 @@ struct TensorScale {
   float* scale;       // written if `amax` is given, else read
   const float* amax;  // may be null
 
-  // What to multiply by before encoding. Without branches: it should not keep loads from being under way.
+  // The factor before encoding. Without branches: it should not keep loads from being under way.
   template <typename F8>
   __device__ float inverse() const {
     const float value = __ldg(amax == nullptr ? scale : amax);
@@ -413,7 +413,7 @@ void write_pieces(CudaDevice& device, const Source& source, int64_t rows, int64_
   launch(device, kOp, pieces_kernel<Source>, {blocks, kThreads}, source, output);
 }
 
-// Of a kGroup matrix with scales in the format S, in the source's order.
+// Writes a kGroup matrix with scales in the format S, in the source's order.
 template <typename S, typename Source>
 void write_groups_scaled_by(CudaDevice& device, const Source& source, const CodeOutput& output,
                             const ScaledView& out) {
@@ -430,7 +430,7 @@ void write_groups(CudaDevice& device, const Source& source, const CodeOutput& ou
                   [&](auto s) { write_groups_scaled_by<decltype(s)>(device, source, output, out); });
 }
 
-// Of a kGroup matrix, transposed.
+// Writes a kGroup matrix, transposed.
 template <typename Source>
 void write_group_columns(CudaDevice& device, const Source& source, CodeOutput output, const ScaledView& out_t) {
   output.codes_RC = nullptr;

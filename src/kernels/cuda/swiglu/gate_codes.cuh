@@ -11,7 +11,7 @@
 // Shapes: T rows (tokens), F columns of the product; up_gate has 2F, up before gate.
 namespace parka::cuda {
 
-// Of the pairs: the largest magnitude of their low halves, and of their high ones; NaN is skipped.
+// The largest magnitudes of the pairs' low halves, and of their high ones; NaN is skipped.
 __device__ inline __nv_bfloat162 max_magnitudes_of(const Stored<BFloat16, kSourceWidth>& x) {
   __nv_bfloat162 highest = __float2bfloat162_rn(0.0f), lowest = highest;
 #pragma unroll
@@ -95,7 +95,7 @@ struct GateCodes {
         group_shift(std::countr_zero(static_cast<uint64_t>(a.up_gate.group))),
         activation(activation_) {}
 
-  // What a thread makes of 16 columns of a row.
+  // A thread makes these of 16 columns of a row.
   template <typename F8, bool kSavesSilu>
   struct Made {
     std::array<GroupCodes<F8>, kSavesSilu ? 3 : 2> codes;  // of up, gate and silu

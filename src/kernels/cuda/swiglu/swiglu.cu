@@ -23,7 +23,7 @@ constexpr int kForwardPacks = 2;  // per thread
 template <typename T>
 constexpr int kPack = 16 / sizeof(T);
 
-// Where a block's piece of `pieces` per row begins.
+// The begin of a block's piece of `pieces` per row.
 struct Piece {
   int64_t row;
   int pack;  // of this thread, the first

@@ -27,8 +27,8 @@ __device__ inline float sigmoid(float gate) {
   return sigmoid_of_exponential(fmaxf(__fmaf_rn(estimate, left, estimate), estimate));
 }
 
-// Of a gate that is stored as FP8, for all but a silu that is to be saved: without the above correction, to within
-// 1e-7 |gate|. What FP8 keeps of a gate changes silu by more than 1e-2 of itself.
+// The sigmoid of a gate that is stored as FP8, for all but a silu that is to be saved: without the above
+// correction, to within 1e-7 |gate|. FP8 changes silu by more than 1e-2 of itself.
 __device__ inline float sigmoid_of_coded(float gate) {
   return sigmoid_of_exponential(exp2_approximate(__fmul_rn(gate, -kLog2E)));
 }
@@ -59,8 +59,8 @@ __device__ inline float gelu_argument_slope(float gate) {
   return __fmaf_rn(__fmul_rn(3 * kGeluCubic, gate), gate, kGeluLinear);
 }
 
-// What is made of some gates: activated = act(gate), unless it holds what was saved of that, and slope =
-// act'(gate). `coded`: the gates are stored as FP8.
+// Some gates' activated = act(gate), unless it holds what was saved of that, and slope = act'(gate). `coded`: the
+// gates are stored as FP8.
 template <int kCount>
 __device__ inline void activate(GateActivation activation, bool coded, bool saved, const float (&gate)[kCount],
                                 float (&activated)[kCount], float (&slope)[kCount]) {
