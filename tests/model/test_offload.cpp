@@ -1,6 +1,7 @@
 // Blocks whose kept activations wait for backward in host memory, against the same model with all on the device.
 #include "tests/model/small_model.h"
 #include "tests/support/catch.h"
+#include "tests/support/device_with_late_copies.h"
 #include "tests/support/offload_plan.h"
 #include "tests/support/tensors.h"
 
@@ -96,8 +97,11 @@ TEST_CASE("blocks that wait in host memory give the same bits from less memory o
   ModelConfig config = small_config(norm, tied);
   config.norm_placement = placement;
   const BatchShape shape = with_documents(kShape, documents);
+  DeviceWithLateCopies late;
+  std::vector<Device*> all = devices();
+  all.push_back(&late);
   for (const auto& [recipe, name] : EnumNames<Recipe>::kAll) {
-    for (Device* device : devices()) {
+    for (Device* device : all) {
       std::vector<std::vector<float>> wanted;
       for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
         PrecisionConfig precision = precision_recipe(recipe);
