@@ -7,6 +7,7 @@
 #include <filesystem>
 #include <thread>
 
+#include <fcntl.h>
 #include <poll.h>
 #include <spawn.h>
 #include <sys/socket.h>
@@ -22,32 +23,6 @@
 
 namespace parka {
 namespace {
-
-// Started with a socket as standard input and output, in its own process group; the errno of what failed, or 0.
-int spawn(const std::vector<std::string>& command, int socket, pid_t& pid) {
-  std::vector<char*> arguments;
-  arguments.reserve(command.size() + 1);
-  for (const std::string& word : command) arguments.push_back(const_cast<char*>(word.c_str()));
-  arguments.push_back(nullptr);
-  posix_spawn_file_actions_t actions;
-  posix_spawnattr_t attributes;
-  posix_spawn_file_actions_init(&actions);
-  posix_spawnattr_init(&attributes);
-  posix_spawn_file_actions_adddup2(&actions, socket, STDIN_FILENO);
-  posix_spawn_file_actions_adddup2(&actions, socket, STDOUT_FILENO);
-  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP);
-  posix_spawnattr_setpgroup(&attributes, 0);
-  const int error = posix_spawnp(&pid, arguments[0], &actions, &attributes, arguments.data(), environ);
-  posix_spawnattr_destroy(&attributes);
-  posix_spawn_file_actions_destroy(&actions);
-  return error;
-}
-
-std::string describe_end(int status) {
-  return WIFSIGNALED(status)
-             ? fmt::format("was ended by signal {} ({})", WTERMSIG(status), strsignal(WTERMSIG(status)))
-             : fmt::format("ended with exit code {}", WEXITSTATUS(status));
-}
 
 // The slowest answer is the first, of a Python that has to read its packages from a busy network file system.
 constexpr auto kPatience = std::chrono::seconds(300);
@@ -82,6 +57,39 @@ std::vector<std::string> command_of(const std::string& name, const std::vector<s
 }
 
 }  // namespace
+
+int spawn(const std::vector<std::string>& command, int socket, pid_t& pid) {
+  std::vector<char*> arguments;
+  arguments.reserve(command.size() + 1);
+  for (const std::string& word : command) arguments.push_back(const_cast<char*>(word.c_str()));
+  arguments.push_back(nullptr);
+  posix_spawn_file_actions_t actions;
+  posix_spawnattr_t attributes;
+  sigset_t none, usual;
+  sigemptyset(&none);
+  sigemptyset(&usual);
+  sigaddset(&usual, SIGPIPE);
+  posix_spawn_file_actions_init(&actions);
+  posix_spawnattr_init(&attributes);
+  if (socket < 0) posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
+  for (const int stream : {STDIN_FILENO, STDOUT_FILENO}) {
+    if (socket >= 0) posix_spawn_file_actions_adddup2(&actions, socket, stream);
+  }
+  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
+  posix_spawnattr_setpgroup(&attributes, 0);
+  posix_spawnattr_setsigmask(&attributes, &none);
+  posix_spawnattr_setsigdefault(&attributes, &usual);
+  const int error = posix_spawnp(&pid, arguments[0], &actions, &attributes, arguments.data(), environ);
+  posix_spawnattr_destroy(&attributes);
+  posix_spawn_file_actions_destroy(&actions);
+  return error;
+}
+
+std::string describe_end(int status) {
+  return WIFSIGNALED(status)
+             ? fmt::format("was ended by signal {} ({})", WTERMSIG(status), strsignal(WTERMSIG(status)))
+             : fmt::format("ended with exit code {}", WEXITSTATUS(status));
+}
 
 HelperProcess::HelperProcess(const std::vector<std::string>& command)
     : name_(fmt::format("{}", fmt::join(command, " "))) {

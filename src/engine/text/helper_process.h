@@ -11,6 +11,11 @@
 
 namespace parka {
 
+// Starts a program in a process group of its own, with the usual signals. Its standard input and output are
+// `socket`; -1: it has no input, and this process's output. Returns the errno of what failed, or 0.
+int spawn(const std::vector<std::string>& command, int socket, pid_t& pid);
+std::string describe_end(int status);  // as waitpid() gives it
+
 // A child process that answers lines on its standard output with lines on its standard input. When its input ends,
 // with this object or its process, it has to end. A terminal's Ctrl-C does not reach it.
 class HelperProcess {

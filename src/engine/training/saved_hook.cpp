@@ -8,10 +8,7 @@
 #include <string_view>
 #include <utility>
 
-#include <fcntl.h>
-#include <spawn.h>
 #include <sys/wait.h>
-#include <unistd.h>
 
 #include <fmt/format.h>
 
@@ -20,6 +17,7 @@
 #include "core/log/log.h"
 #include "core/parallel.h"
 #include "engine/files/file_io.h"
+#include "engine/text/helper_process.h"
 #include "engine/training/stop_signal.h"
 
 namespace parka {
@@ -27,36 +25,6 @@ namespace {
 
 constexpr std::string_view kPath = "{path}";
 constexpr std::chrono::milliseconds kBetweenLooks(20);
-
-// Started in a process group of its own, without input and with the usual signals; the errno of what failed, or 0.
-int spawn_shell(const std::string& command, pid_t& pid) {
-  const std::string shell = "/bin/sh", option = "-c";
-  char* const arguments[] = {const_cast<char*>(shell.c_str()), const_cast<char*>(option.c_str()),
-                             const_cast<char*>(command.c_str()), nullptr};
-  posix_spawn_file_actions_t actions;
-  posix_spawnattr_t attributes;
-  sigset_t none, usual;
-  sigemptyset(&none);
-  sigemptyset(&usual);
-  sigaddset(&usual, SIGPIPE);
-  posix_spawn_file_actions_init(&actions);
-  posix_spawnattr_init(&attributes);
-  posix_spawn_file_actions_addopen(&actions, STDIN_FILENO, "/dev/null", O_RDONLY, 0);
-  posix_spawnattr_setflags(&attributes, POSIX_SPAWN_SETPGROUP | POSIX_SPAWN_SETSIGMASK | POSIX_SPAWN_SETSIGDEF);
-  posix_spawnattr_setpgroup(&attributes, 0);
-  posix_spawnattr_setsigmask(&attributes, &none);
-  posix_spawnattr_setsigdefault(&attributes, &usual);
-  const int error = posix_spawn(&pid, shell.c_str(), &actions, &attributes, arguments, environ);
-  posix_spawnattr_destroy(&attributes);
-  posix_spawn_file_actions_destroy(&actions);
-  return error;
-}
-
-std::string describe_failure(int status) {
-  return WIFSIGNALED(status)
-             ? fmt::format("was ended by signal {} ({})", WTERMSIG(status), strsignal(WTERMSIG(status)))
-             : fmt::format("ended with exit code {}", WEXITSTATUS(status));
-}
 
 std::string command_for(const std::string& on_saved, const std::string& path) {
   const std::string word = quoted(path);
@@ -156,7 +124,7 @@ void SavedHook::work() {
 // True if it ended with 0; else `failure` gets what went wrong, or nothing where this object is about to go.
 bool SavedHook::run_command(const std::string& path, std::string& failure) {
   pid_t pid;
-  if (const int error = spawn_shell(command_for(on_saved_, path), pid); error != 0) {
+  if (const int error = spawn({"/bin/sh", "-c", command_for(on_saved_, path)}, -1, pid); error != 0) {
     failure = fmt::format("cannot be started: {}", std::strerror(error));
     return false;
   }
@@ -171,7 +139,7 @@ bool SavedHook::run_command(const std::string& path, std::string& failure) {
     }
     if (changed_.wait_for(lock, kBetweenLooks, [this] { return stopping_; })) return false;
   }
-  if (status != 0) failure = describe_failure(status);
+  if (status != 0) failure = describe_end(status);
   return status == 0;
 }
 
