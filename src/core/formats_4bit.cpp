@@ -27,7 +27,7 @@ DynamicMap make_dynamic_map() {
       map[filled++] = -value;
     }
   }
-  std::sort(map.begin(), map.end());
+  std::ranges::sort(map);
   return map;
 }
 

@@ -55,7 +55,7 @@ StepContext Model::Pass::load_cached(Device& device, const Caches& caches, const
   step.cache = &cache;
   step.side_cache = side_cache;
   step.newest_rows = newest;
-  step.num_keys = *std::max_element(positions.begin(), positions.end()) + 1;
+  step.num_keys = *std::ranges::max_element(positions) + 1;
   PARKA_REQUIRE(step.num_keys <= cache.shape.max_length);
   const int64_t T = step.num_tokens();
   const TensorView slot = step.vector(cache.slot, T), position = step.vector(cache.position, T);

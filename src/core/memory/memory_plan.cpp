@@ -41,9 +41,7 @@ int64_t place(const std::vector<Entry*>& order) {
       if (entry->offset + entry->bytes <= other->offset) break;
       entry->offset = std::max(entry->offset, other->offset + other->bytes);
     }
-    placed.insert(std::upper_bound(placed.begin(), placed.end(), entry->offset,
-                                   [](int64_t value, const Entry* e) { return value < e->offset; }),
-                  entry);
+    placed.insert(std::ranges::upper_bound(placed, entry->offset, {}, &Entry::offset), entry);
     end = std::max(end, entry->offset + entry->bytes);
   }
   return end;
@@ -68,7 +66,7 @@ int64_t place_well(std::vector<Entry*> order, int64_t enough = 0) {
   // The start: large and long-lived ones first, so that the others fill the gaps. Then simulated annealing: changes
   // that are a little worse are accepted too, fewer and fewer of them, because improvements alone seldom reach the
   // best order. The random generator is the same everywhere, and so is the plan.
-  std::stable_sort(order.begin(), order.end(), [](const Entry* a, const Entry* b) {
+  std::ranges::stable_sort(order, [](const Entry* a, const Entry* b) {
     return a->bytes * std::popcount(a->phases) > b->bytes * std::popcount(b->phases);
   });
   constexpr double kWorse = 0.03;  // accepted loss at the start
@@ -140,7 +138,7 @@ TensorId MemoryPlan::add(std::string category, std::string name, DType dtype, st
 
 TensorId MemoryPlan::add_growing(std::string category, std::string name, int64_t bytes, std::vector<int64_t> larger,
                                  PhaseMask phases) {
-  PARKA_REQUIRE(phases != kAllPhases && std::is_sorted(larger.begin(), larger.end()));
+  PARKA_REQUIRE(phases != kAllPhases && std::ranges::is_sorted(larger));
   const TensorId id = add(std::move(category), std::move(name), DType::kU8, {bytes}, phases);
   for (int64_t& size : larger) size = aligned(size);
   entries_.back().larger = std::move(larger);
@@ -227,12 +225,12 @@ std::vector<MemoryPlan::CategoryTotal> MemoryPlan::summary() const {
     edges.push_back(entry.offset);
     edges.push_back(entry.offset + entry.bytes);
   }
-  std::sort(edges.begin(), edges.end());
+  std::ranges::sort(edges);
   edges.erase(std::unique(edges.begin(), edges.end()), edges.end());
   constexpr size_t kUnused = ~size_t{0};
   std::vector<size_t> user(edges.size(), kUnused);
   for (size_t e = 0; e < entries.size(); ++e) {
-    const auto begin = std::lower_bound(edges.begin(), edges.end(), entries[e]->offset) - edges.begin();
+    const auto begin = std::ranges::lower_bound(edges, entries[e]->offset) - edges.begin();
     for (auto i = static_cast<size_t>(begin); edges[i] < entries[e]->offset + entries[e]->bytes; ++i) {
       user[i] = std::min(user[i], category_of[e]);
     }

@@ -56,7 +56,7 @@ std::vector<int> share_out(const std::vector<Manifest::File>& files, int num_ran
   std::vector<int> ranks;
   ranks.reserve(files.size());
   for (const Manifest::File& file : files) {
-    const auto least = std::min_element(bytes.begin(), bytes.end());
+    const auto least = std::ranges::min_element(bytes);
     *least += file.num_bytes;
     ranks.push_back(static_cast<int>(least - bytes.begin()));
   }
@@ -165,8 +165,7 @@ void plan_reads(const CheckpointIndex& index, size_t tensor, ElementRange elemen
   const int64_t element_bytes = size_of(index.tensors[tensor].dtype);
   const int64_t max_elements = LoadedCheckpoint::kMaxPieceBytes / element_bytes;
   const auto& pieces = index.pieces[tensor];
-  auto piece = std::lower_bound(pieces.begin(), pieces.end(), elements.begin,
-                                [](const auto& p, int64_t element) { return p.range.end <= element; });
+  auto piece = std::ranges::upper_bound(pieces, elements.begin, {}, [](const auto& p) { return p.range.end; });
   for (; piece != pieces.end() && piece->range.begin < elements.end; ++piece) {
     const int64_t end = std::min(piece->range.end, elements.end);
     for (int64_t begin = std::max(piece->range.begin, elements.begin); begin < end; begin += max_elements) {
@@ -295,8 +294,8 @@ void LoadedCheckpoint::read_own_ranges(const std::vector<TensorRange>& ranges,
                   elements.end <= num_elements_of(tensor->shape));
     plan_reads(*index_, static_cast<size_t>(tensor - index_->tensors.data()), elements, reads);
   }
-  std::sort(reads.begin(), reads.end(),
-            [](const Read& a, const Read& b) { return std::tie(a.file, a.offset) < std::tie(b.file, b.offset); });
+  std::ranges::sort(
+      reads, [](const Read& a, const Read& b) { return std::tie(a.file, a.offset) < std::tie(b.file, b.offset); });
   const std::vector<Window> windows = plan_windows(reads, index_->tensors, *files_);
   std::vector<BlockRange> blocks;
   blocks.reserve(windows.size());
@@ -337,7 +336,7 @@ std::optional<LoadedCheckpoint> load_newest(const std::string& folder,
                                 checkpoint.step, e.what()));
       }
       std::vector<CheckpointInfo> now = list_together(folder, ranks);
-      if (std::find(now.begin(), now.end(), checkpoint) == now.end() && ++num_removed <= kMaxRemoved) {
+      if (std::ranges::find(now, checkpoint) == now.end() && ++num_removed <= kMaxRemoved) {
         checkpoints = std::move(now);
         num_refused = 0;
         continue;

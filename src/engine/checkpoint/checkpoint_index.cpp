@@ -87,7 +87,7 @@ class PieceTable {
 // Sorts the pieces of a tensor and checks that they make it up.
 void check_pieces(const std::vector<CheckpointFile>& files, const SafetensorsEntry& tensor,
                   std::vector<CheckpointIndex::Piece>& pieces) {
-  std::sort(pieces.begin(), pieces.end(), [](const auto& a, const auto& b) {
+  std::ranges::sort(pieces, [](const auto& a, const auto& b) {
     return std::tie(a.range.begin, a.range.end, a.file) < std::tie(b.range.begin, b.range.end, b.file);
   });
   const std::string name = printable(tensor.name);

@@ -104,7 +104,7 @@ std::vector<StepFolder> list_step_folders(const std::string& run_folder) {
   for (const std::string& name : list_names(run_folder)) {
     if (const auto folder = parse_step_folder_name(name)) folders.push_back(*folder);
   }
-  std::sort(folders.begin(), folders.end(), [](const StepFolder& a, const StepFolder& b) {
+  std::ranges::sort(folders, [](const StepFolder& a, const StepFolder& b) {
     return std::make_tuple(-a.step, a.kind) < std::make_tuple(-b.step, b.kind);
   });
   return folders;

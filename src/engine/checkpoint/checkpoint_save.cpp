@@ -299,7 +299,7 @@ void save_alone_or_with_others(const std::string& folder, const CheckpointConten
 
 bool is_id(std::string_view id) {
   return !id.empty() &&
-         std::all_of(id.begin(), id.end(), [](unsigned char c) { return std::isalnum(c) || c == '-' || c == '_'; });
+         std::ranges::all_of(id, [](unsigned char c) { return std::isalnum(c) || c == '-' || c == '_'; });
 }
 
 }  // namespace
@@ -316,7 +316,7 @@ void save_checkpoint(const std::string& folder, const CheckpointContents& conten
   const SaveGroup& group = options.group;
   PARKA_REQUIRE(group.rank >= 0 && group.rank < group.size);
   if (group.size == 1) {
-    PARKA_REQUIRE(std::none_of(contents.tensors.begin(), contents.tensors.end(), is_partial));
+    PARKA_REQUIRE(std::ranges::none_of(contents.tensors, is_partial));
     check_names_unique(contents.tensors);
   } else {
     PARKA_REQUIRE(is_id(group.id));

@@ -82,7 +82,7 @@ bool SaveBarrier::poll(milliseconds patience, const std::function<bool()>& finis
 
 bool SaveBarrier::is_attempt_there() const {
   const std::vector<std::string> names = list_names(draft_);
-  return std::find(names.begin(), names.end(), attempt_name_) != names.end();
+  return std::ranges::find(names, attempt_name_) != names.end();
 }
 
 bool SaveBarrier::is_complete() const {

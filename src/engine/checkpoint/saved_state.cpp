@@ -52,7 +52,7 @@ std::vector<SpikeGuard::Step> recent_steps(const LoadedCheckpoint& checkpoint) {
   const auto is_step = [](const json& entry) {
     return entry.is_array() && entry.size() == 2 && entry[0].is_number() && entry[1].is_number();
   };
-  if (!found->is_array() || !std::all_of(found->begin(), found->end(), is_step)) {
+  if (!found->is_array() || !std::ranges::all_of(*found, is_step)) {
     throw_bad_input("{}: \"recent_steps\" in its state is not a list of losses and gradient norms",
                     checkpoint.path());
   }
@@ -146,7 +146,7 @@ SavedProgress read_progress(const LoadedCheckpoint& checkpoint) {
   progress.source_sequences = data.value("source_sequences", json());
   if (!data.contains("files")) return progress;
   progress.files = data.at("files");
-  if (!progress.files.is_array() || !std::all_of(progress.files.begin(), progress.files.end(), is_file)) {
+  if (!progress.files.is_array() || !std::ranges::all_of(progress.files, is_file)) {
     throw_bad_input("{}: \"files\" in its state does not describe token files", checkpoint.path());
   }
   return progress;

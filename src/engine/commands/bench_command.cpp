@@ -61,7 +61,7 @@ void print_sections(const BenchResult& result) {
 }
 
 void print_step(const BenchResult& result, bool roofline) {
-  const auto [shortest, longest] = std::minmax_element(result.step_seconds.begin(), result.step_seconds.end());
+  const auto [shortest, longest] = std::ranges::minmax_element(result.step_seconds);
   const double median = result.median_step_seconds(),
                flops = result.tokens_per_second_per_rank() * result.speed.flop_per_token;
   std::printf("\n%s, %d rank%s\n", result.device.c_str(), result.ranks, result.ranks == 1 ? "" : "s");
@@ -85,7 +85,7 @@ void print_step(const BenchResult& result, bool roofline) {
   std::printf("ops             %9.2f ms of a step with every op timed, %.1f %% of its %.2f ms\n", 1e3 * of_ops,
               100 * of_ops / result.timed_step_seconds, 1e3 * result.timed_step_seconds);
   if (result.ranks > 1) {
-    const auto [least, most] = std::minmax_element(result.op_seconds.begin(), result.op_seconds.end());
+    const auto [least, most] = std::ranges::minmax_element(result.op_seconds);
     std::printf("of ranks        %9.2f to %.2f ms; faster ranks wait for the slowest\n", 1e3 * *least, 1e3 * *most);
   }
   for (const OpSummary& wait : result.waits) {

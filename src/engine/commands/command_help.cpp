@@ -97,7 +97,7 @@ class HelpFormatter final : public CLI::Formatter {
 std::vector<std::string> unexpected_words(const CLI::App& app, const std::vector<std::string>& arguments) {
   std::vector<std::string> left = app.remaining(/*recurse=*/true), words;
   for (const std::string& argument : arguments) {
-    const auto found = std::find(left.begin(), left.end(), argument);
+    const auto found = std::ranges::find(left, argument);
     if (found == left.end()) continue;
     words.push_back(argument);
     left.erase(found);
@@ -131,7 +131,7 @@ std::string nearest_option(const CLI::App& command, const std::string& word) {
     }
   }
   const std::string given = word.substr(2, word.find('=') - 2);
-  const auto found = std::find(names.begin(), names.end(), nearest_name(given, names));
+  const auto found = std::ranges::find(names, nearest_name(given, names));
   return found == names.end() ? "" : shown[static_cast<size_t>(found - names.begin())];
 }
 
@@ -159,7 +159,7 @@ constexpr OtherName kOtherNames[] = {
 // Empty for what is not in the table.
 std::string_view advice_for(const CLI::App& command, std::string word) {
   word = word.starts_with('-') ? word.substr(0, word.find('=')) : "";
-  std::replace(word.begin(), word.end(), '_', '-');
+  std::ranges::replace(word, '_', '-');
   const bool takes_keys = command.get_option_no_throw("--set") != nullptr;
   for (const OtherName& other : kOtherNames) {
     const bool is_of_command = other.command.empty() ? takes_keys : other.command == command.get_name();

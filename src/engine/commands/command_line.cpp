@@ -361,7 +361,7 @@ void check_paths(CLI::App& app) {
   constexpr std::string_view kTypes[] = {"FILE", "FOLDER", "NAME=FILE"},
                              kNames[] = {"config", "checkpoint", "folder", "inputs", "--data"};
   const auto is_one_of = [](const auto& list, const std::string& text) {
-    return std::find(std::begin(list), std::end(list), text) != std::end(list);
+    return std::ranges::find(list, text) != std::end(list);
   };
   for (CLI::App* command : app.get_subcommands({})) {
     for (CLI::Option* option : command->get_options()) {

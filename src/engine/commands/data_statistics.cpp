@@ -79,12 +79,12 @@ DataStatistics data_statistics(TokenFile file, DataDescriptions& descriptions, c
     const int64_t count = std::min(kPiece, file.num_tokens() - begin);
     ids.resize(static_cast<size_t>(count));
     file.read(begin, count, vocab_size, ids.data());
-    const auto [least, greatest] = std::minmax_element(ids.begin(), ids.end());
+    const auto [least, greatest] = std::ranges::minmax_element(ids);
     result.min_id = begin == 0 ? *least : std::min(result.min_id, *least);
     result.max_id = std::max(result.max_id, *greatest);
     if (images) {
       images->check_slots(0, file.path(), begin, images->in_sequence(0, begin, count), ids.data(), count);
-    } else if (const auto slot = std::find(ids.begin(), ids.end(), image_token); slot != ids.end()) {
+    } else if (const auto slot = std::ranges::find(ids, image_token); slot != ids.end()) {
       throw_bad_input("{}: token {} has the id of image slots, {}, and the file has no images", file.path(),
                       begin + (slot - ids.begin()), image_token);
     }

@@ -187,8 +187,7 @@ class Importer {
     }
     std::vector<const HuggingFaceTensor*> by_row;
     for (const HuggingFaceTensor& tensor : tensors_) by_row.push_back(&tensor);
-    std::stable_sort(by_row.begin(), by_row.end(),
-                     [](const auto* a, const auto* b) { return a->first_row < b->first_row; });
+    std::ranges::stable_sort(by_row, [](const auto* a, const auto* b) { return a->first_row < b->first_row; });
     for (const HuggingFaceTensor* tensor : by_row) {
       Target& target = targets_[tensor->parameter];
       target.sources.push_back({&place_of(tensor->name), tensor->num_columns()});
@@ -240,9 +239,8 @@ class Importer {
   Manifest::File write_shard(const DraftFolder& draft, const std::string& name,
                              std::vector<const Target*> shard) const {
     // Larger elements first, so that all are aligned.
-    std::stable_sort(shard.begin(), shard.end(), [](const Target* a, const Target* b) {
-      return size_of(a->entry.dtype) > size_of(b->entry.dtype);
-    });
+    std::ranges::stable_sort(
+        shard, [](const Target* a, const Target* b) { return size_of(a->entry.dtype) > size_of(b->entry.dtype); });
     std::vector<SafetensorsEntry> entries;
     entries.reserve(shard.size());
     for (const Target* target : shard) entries.push_back(target->entry);
@@ -343,8 +341,8 @@ class Importer {
 
   // Evaluation and generation round nothing unless they are told to.
   std::string_view recipe() const {
-    const bool all_bf16 = std::all_of(targets_.begin(), targets_.end(),
-                                      [](const Target& target) { return target.entry.dtype == DType::kBF16; });
+    const bool all_bf16 =
+        std::ranges::all_of(targets_, [](const Target& target) { return target.entry.dtype == DType::kBF16; });
     return all_bf16 ? "bf16" : "fp32";
   }
 

@@ -213,7 +213,7 @@ std::string apply_override(json& root, const ConfigTable& table, const std::stri
 
 ordered_json::json_pointer pointer_to(const ConfigField& field) {
   std::string pointer = "/" + field.path;
-  std::replace(pointer.begin(), pointer.end(), '.', '/');
+  std::ranges::replace(pointer, '.', '/');
   return ordered_json::json_pointer(pointer);
 }
 
@@ -387,12 +387,11 @@ bool depends_on_recipe(const std::string& path) {
   Config standard;
   if (path == "precision.recipe") return false;
   const std::string value = value_text(standard, path);
-  return std::any_of(std::begin(EnumNames<Recipe>::kAll), std::end(EnumNames<Recipe>::kAll),
-                     [&](const auto& entry) {
-                       Config config;
-                       apply_recipe(entry.value, config);
-                       return value_text(config, path) != value;
-                     });
+  return std::ranges::any_of(EnumNames<Recipe>::kAll, [&](const auto& entry) {
+    Config config;
+    apply_recipe(entry.value, config);
+    return value_text(config, path) != value;
+  });
 }
 
 }  // namespace parka

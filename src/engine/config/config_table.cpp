@@ -41,7 +41,7 @@ class TableBuilder {
   template <size_t N>
   void operator()(const char* key, int64_t& value, const char* help, const OneOf<int64_t, N>& limit,
                   Effects effects) {
-    const auto [low, high] = std::minmax_element(limit.values.begin(), limit.values.end());
+    const auto [low, high] = std::ranges::minmax_element(limit.values);
     add(key, help, effects, IntegerField{&value, {*low, *high}, {limit.values.begin(), limit.values.end()}});
   }
   void operator()(const char* key, double& value, const char* help, RealRange range, Effects effects) {
@@ -96,7 +96,7 @@ std::string wrong_type(std::string_view expected, const json& value) {
 
 std::string limit_problem(int64_t value, const IntegerField& field) {
   if (!field.choices.empty()) {
-    if (std::find(field.choices.begin(), field.choices.end(), value) != field.choices.end()) return {};
+    if (std::ranges::find(field.choices, value) != field.choices.end()) return {};
     return fmt::format("{} is not valid; allowed: {}", value, fmt::join(field.choices, ", "));
   }
   if (value >= field.range.min && value <= field.range.max) return {};
@@ -116,7 +116,7 @@ std::string limit_problem(double value, const RealRange& range) {
 
 std::string limit_problem(const std::string& value) {
   if (value.empty()) return "must not be empty";
-  if (std::any_of(value.begin(), value.end(), is_control))
+  if (std::ranges::any_of(value, is_control))
     return fmt::format("control characters are not allowed: \"{}\"", printable(value));
   if (!is_utf8(value)) return fmt::format("not valid UTF-8: \"{}\"", printable(value));
   return {};
@@ -208,8 +208,7 @@ const ConfigField* ConfigTable::find(std::string_view path) const {
 }
 
 bool ConfigTable::has_section(std::string_view path) const {
-  return std::any_of(sections.begin(), sections.end(),
-                     [&](const ConfigSection& section) { return section.path == path; });
+  return std::ranges::any_of(sections, [&](const ConfigSection& section) { return section.path == path; });
 }
 
 ConfigTable make_config_table(Config& config) {

@@ -28,8 +28,7 @@ std::vector<NamedFiles> parse_sets(const std::vector<std::string>& entries, cons
       throw_bad_input("{}: \"{}\" is not of the form NAME=FILE", key, printable(entry));
     }
     const std::string name = entry.substr(0, equals), file = entry.substr(equals + 1);
-    const auto found =
-        std::find_if(sets.begin(), sets.end(), [&](const NamedFiles& set) { return set.name == name; });
+    const auto found = std::ranges::find_if(sets, [&](const NamedFiles& set) { return set.name == name; });
     if (found != sets.end()) {
       found->files.push_back(file);
     } else {

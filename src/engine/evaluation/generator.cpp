@@ -108,7 +108,7 @@ class Generation {
     Continuation& continuation = result_[s.prompt];
     const int32_t token = sample_token(logits, options_.sampling, s.prompt, continuation.tokens.size());
     const std::vector<int32_t>& stop = options_.stop_tokens;
-    continuation.stopped = std::find(stop.begin(), stop.end(), token) != stop.end();
+    continuation.stopped = std::ranges::find(stop, token) != stop.end();
     if (!continuation.stopped) {
       s.tokens.push_back(token);
       continuation.tokens.push_back(token);
@@ -163,7 +163,7 @@ int32_t sample_token(const std::vector<float>& logits, const SamplingOptions& op
     }
   }
   if (options.temperature == 0) {
-    return static_cast<int32_t>(std::max_element(logits.begin(), logits.end()) - logits.begin());
+    return static_cast<int32_t>(std::ranges::max_element(logits) - logits.begin());
   }
   const std::vector<int32_t> order = most_likely(logits, options.top_k);
   std::vector<double> weight;

@@ -59,8 +59,8 @@ int64_t most_images(const std::vector<Query>& queries, const std::vector<size_t>
 std::vector<QueryBatch> make_batches(const std::vector<Query>& queries, const BatchShape& shape) {
   std::vector<size_t> order(queries.size());
   std::iota(order.begin(), order.end(), size_t{0});
-  std::stable_sort(order.begin(), order.end(),
-                   [&](size_t a, size_t b) { return queries[a].tokens.size() > queries[b].tokens.size(); });
+  std::ranges::stable_sort(order,
+                           [&](size_t a, size_t b) { return queries[a].tokens.size() > queries[b].tokens.size(); });
   std::vector<QueryBatch> batches;
   for (size_t begin = 0; begin < order.size();) {
     const auto longest = static_cast<int64_t>(queries[order[begin]].tokens.size());
@@ -165,7 +165,7 @@ std::vector<double> score(Device& device, Model& model, const EvalTask& task, co
   return scores;
 }
 
-int64_t first_largest(const std::vector<double>& x) { return std::max_element(x.begin(), x.end()) - x.begin(); }
+int64_t first_largest(const std::vector<double>& x) { return std::ranges::max_element(x) - x.begin(); }
 
 // The choice that the metric makes.
 int64_t choice_of(TaskMetric metric, const TaskDocument& document, const TaskResult::Document& scored) {
@@ -214,7 +214,7 @@ TaskResult evaluate_task(Device& device, Model& model, const EvalTask& task, con
   }
   // NaN would make every choice the first one, and look like a score.
   const std::vector<double> scores = score(device, model, task, queries, shape, communicator, before_each);
-  if (!std::all_of(scores.begin(), scores.end(), [](double x) { return std::isfinite(x); })) {
+  if (!std::ranges::all_of(scores, [](double x) { return std::isfinite(x); })) {
     throw Error(ExitCode::kNonFinite,
                 fmt::format("{}: a log-likelihood is not finite: the weights are damaged or diverged", task.path));
   }

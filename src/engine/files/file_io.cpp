@@ -442,7 +442,7 @@ std::string quoted(const std::string& text) {
 
 std::string shell_word(const std::string& text) {
   constexpr std::string_view kPlain = "-_./=:,+@%";
-  const bool plain = !text.empty() && std::all_of(text.begin(), text.end(), [&](unsigned char c) {
+  const bool plain = !text.empty() && std::ranges::all_of(text, [&](unsigned char c) {
     return std::isalnum(c) != 0 || kPlain.find(static_cast<char>(c)) != std::string_view::npos;
   });
   return plain ? text : quoted(text);

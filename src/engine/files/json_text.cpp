@@ -21,7 +21,7 @@ struct Position {
 Position locate(std::string_view text, size_t byte) {
   const size_t offset = std::min(byte == 0 ? 0 : byte - 1, text.size());
   const std::string_view before = text.substr(0, offset);
-  const size_t line = 1 + static_cast<size_t>(std::count(before.begin(), before.end(), '\n'));
+  const size_t line = 1 + static_cast<size_t>(std::ranges::count(before, '\n'));
   const size_t newline = before.rfind('\n');
   const size_t begin = newline == std::string_view::npos ? 0 : newline + 1;
   const size_t end = std::min(text.find('\n', offset), text.size());

@@ -112,8 +112,7 @@ std::map<std::string, std::string> parse_metadata(const json& value, std::string
 void check_layout(SafetensorsHeader& header, int64_t file_bytes, std::string_view where) {
   // An empty tensor has the offset of its successor and must come before it.
   const auto position = [](const SafetensorsEntry& e) { return std::tie(e.offset, e.num_bytes, e.name); };
-  std::sort(header.tensors.begin(), header.tensors.end(),
-            [&](const auto& a, const auto& b) { return position(a) < position(b); });
+  std::ranges::sort(header.tensors, [&](const auto& a, const auto& b) { return position(a) < position(b); });
   int64_t end = header.num_bytes;
   for (const SafetensorsEntry& entry : header.tensors) {
     if (entry.offset != end) {
@@ -201,8 +200,8 @@ void write_safetensors(const std::vector<const HostTensor*>& tensors, const Safe
                        const ByteSink& sink) {
   check_tensors(tensors);
   std::vector<const HostTensor*> ordered = tensors;
-  std::stable_sort(ordered.begin(), ordered.end(),
-                   [](const HostTensor* a, const HostTensor* b) { return size_of(a->dtype) > size_of(b->dtype); });
+  std::ranges::stable_sort(
+      ordered, [](const HostTensor* a, const HostTensor* b) { return size_of(a->dtype) > size_of(b->dtype); });
   std::vector<SafetensorsEntry> entries;
   for (const HostTensor* tensor : ordered) {
     const auto shape = is_partial(*tensor) ? std::vector<int64_t>{tensor->piece->numel()} : tensor->shape;

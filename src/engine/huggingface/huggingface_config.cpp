@@ -34,7 +34,7 @@ void check_fixed_key(const Reader& config, const FixedKey& fixed) {
     config.fail("has no {}, and its default is not supported; {} is", fixed.key, usual.dump());
   }
   const json* value = config.find(fixed.key);
-  if (value == nullptr || std::find(fixed.accepted.begin(), fixed.accepted.end(), *value) != fixed.accepted.end()) {
+  if (value == nullptr || std::ranges::find(fixed.accepted, *value) != fixed.accepted.end()) {
     return;
   }
   config.fail("{} = {} is not supported; {} is", fixed.key, printable(value->dump()), usual.dump());
@@ -200,8 +200,8 @@ void read_layer_types(const Reader& config, int64_t usual_every, ModelConfig& mo
 
 json rope_scaling_of(const RopeScalingConfig& scaling) {
   if (scaling.kind == RopeScalingKind::kNone) return nullptr;
-  const auto* type = std::find_if(std::begin(kRopeTypes), std::end(kRopeTypes),
-                                  [&](const auto& entry) { return entry.first == scaling.kind; });
+  const auto* type =
+      std::ranges::find_if(kRopeTypes, [&](const auto& entry) { return entry.first == scaling.kind; });
   json written = {{"factor", scaling.factor}, {"rope_type", type->second}};
   if (scaling.kind == RopeScalingKind::kLinear) return written;
   written["original_max_position_embeddings"] = scaling.original_length;

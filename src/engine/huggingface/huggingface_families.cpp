@@ -15,7 +15,7 @@ template <typename Keys, typename NameOf>
 Keys merged(Keys base, const Keys& changes, NameOf name_of) {
   for (const auto& change : changes) {
     const auto same = [&](const auto& entry) { return name_of(entry) == name_of(change); };
-    const auto found = std::find_if(base.begin(), base.end(), same);
+    const auto found = std::ranges::find_if(base, same);
     if (found == base.end()) {
       base.push_back(change);
     } else {
@@ -60,8 +60,7 @@ const FixedKey kNoWindow = {"sliding_window", {nullptr}};
 
 // `keys` without those that say nothing about the family's models.
 std::vector<FixedKey> fixed_keys_without(const std::vector<std::string_view>& names, std::vector<FixedKey> keys) {
-  std::erase_if(
-      keys, [&](const FixedKey& entry) { return std::find(names.begin(), names.end(), entry.key) != names.end(); });
+  std::erase_if(keys, [&](const FixedKey& entry) { return std::ranges::find(names, entry.key) != names.end(); });
   return keys;
 }
 
@@ -296,8 +295,8 @@ std::string names_of(std::span<const HuggingFaceFamily> families) {
 }
 
 const HuggingFaceFamily* find_family(std::string_view model_type, std::span<const HuggingFaceFamily> families) {
-  const auto found = std::find_if(families.begin(), families.end(),
-                                  [&](const HuggingFaceFamily& family) { return family.model_type == model_type; });
+  const auto found = std::ranges::find_if(
+      families, [&](const HuggingFaceFamily& family) { return family.model_type == model_type; });
   return found == families.end() ? nullptr : &*found;
 }
 

@@ -89,8 +89,7 @@ int64_t HuggingFaceTensor::num_columns() const {
 }
 
 const HuggingFaceTensor& embedding_of(const std::vector<HuggingFaceTensor>& tensors) {
-  return *std::find_if(tensors.begin(), tensors.end(),
-                       [](const HuggingFaceTensor& tensor) { return tensor.parameter == 0; });
+  return *std::ranges::find_if(tensors, [](const HuggingFaceTensor& tensor) { return tensor.parameter == 0; });
 }
 
 std::string head_name(const HuggingFaceFamily& family, const LlavaNames* llava) {

@@ -25,7 +25,7 @@ std::string file_name(const InputFile& file) { return fs::path(file.path()).file
 // A name that an index gives must be one of a file in the model's own folder.
 void check_file_name(const std::string& name, const std::string& where) {
   if (name.ends_with(".safetensors") && name.find('/') == std::string::npos &&
-      std::none_of(name.begin(), name.end(), is_control)) {
+      std::ranges::none_of(name, is_control)) {
     return;
   }
   throw_bad_input("{}: \"{}\" is not the name of a safetensors file in this folder", where, printable(name));

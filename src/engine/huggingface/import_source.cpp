@@ -85,8 +85,8 @@ TowerConfig read_tower(const std::string& folder) {
 void add_tower(const std::string& folder, HuggingFaceWeights& into) {
   constexpr std::string_view kPrefix = "vision_model.";
   HuggingFaceWeights weights = open_huggingface_weights(folder);
-  const bool has_prefix = std::any_of(weights.tensors.begin(), weights.tensors.end(),
-                                      [&](const auto& tensor) { return tensor.first.starts_with(kPrefix); });
+  const bool has_prefix =
+      std::ranges::any_of(weights.tensors, [&](const auto& tensor) { return tensor.first.starts_with(kPrefix); });
   const std::string target(published_names().tower);
   // After no prefix are the text's tower, projections and scales of the scores of both.
   const auto rename = [&](const std::string& name) -> std::string {
@@ -213,7 +213,7 @@ std::vector<std::string> models_below(const fs::path& folder) {
     if (file_exists(config_path_in(below)) || file_exists((fs::path(below) / kPeftConfigName).string()))
       models.push_back(below);
   }
-  std::sort(models.begin(), models.end());
+  std::ranges::sort(models);
   return models;
 }
 
@@ -308,8 +308,8 @@ ImportSource open_model_with_tower(const std::string& folder, const std::string&
   if (!source.weights.tensors.contains(patches)) add_tower(tower_folder, source.weights);
   source.carried = carried_from(folder);
   for (const ImportSource::CarriedFile& file : carried_from(tower_folder)) {
-    const bool is_there = std::any_of(source.carried.begin(), source.carried.end(),
-                                      [&](const auto& other) { return other.name == file.name; });
+    const bool is_there =
+        std::ranges::any_of(source.carried, [&](const auto& other) { return other.name == file.name; });
     if (file.name == kPreprocessorName && !is_there) source.carried.push_back(file);
   }
   if (original && pads_pictures(ConfigReader(text, source.config_path))) {

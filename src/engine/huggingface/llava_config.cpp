@@ -90,8 +90,8 @@ int64_t image_token_of(const ConfigReader& config) {
 }
 
 std::string activation_name(Activation activation) {
-  const auto* found = std::find_if(kActivations.begin(), kActivations.end(),
-                                   [&](const auto& entry) { return entry.second == activation; });
+  const auto* found =
+      std::ranges::find_if(kActivations, [&](const auto& entry) { return entry.second == activation; });
   return std::string(found->first);
 }
 
@@ -115,7 +115,7 @@ json tower_config_json(const TowerConfig& tower) {
 std::vector<double> three_numbers(const ConfigReader& config, std::string_view key) {
   const json* value = config.find(key);
   const bool fine = value->is_array() && value->size() == 3 &&
-                    std::all_of(value->begin(), value->end(), [](const json& one) { return one.is_number(); });
+                    std::ranges::all_of(*value, [](const json& one) { return one.is_number(); });
   if (!fine) config.fail("{}: expected three numbers, got {}", key, describe_json(*value));
   return value->get<std::vector<double>>();
 }
@@ -163,8 +163,8 @@ TowerConfig parse_tower_config(const json& root, const std::string& where) {
   tower.patch_size = config.integer("patch_size", is_clip ? 32 : 16);
   tower.norm_eps = config.number("layer_norm_eps", is_clip ? 1e-5 : 1e-6);
   const std::string activation = config.text("hidden_act", is_clip ? "quick_gelu" : "gelu_pytorch_tanh");
-  const auto* found = std::find_if(kActivations.begin(), kActivations.end(),
-                                   [&](const auto& entry) { return entry.first == activation; });
+  const auto* found =
+      std::ranges::find_if(kActivations, [&](const auto& entry) { return entry.first == activation; });
   if (found == kActivations.end()) {
     config.fail("hidden_act = \"{}\" is not supported; quick_gelu, gelu_pytorch_tanh and gelu are",
                 printable(activation));

@@ -96,7 +96,7 @@ void add_tower(TensorLister& list, const TowerConfig& tower, const std::string& 
 std::span<const LlavaNames> all_llava_names() { return kNames; }
 
 const LlavaNames* find_llava_names(const std::function<bool(const std::string&)>& has_tensor) {
-  const auto* found = std::find_if(kNames.begin(), kNames.end(), [&](const LlavaNames& names) {
+  const auto* found = std::ranges::find_if(kNames, [&](const LlavaNames& names) {
     const bool has_embedding = has_tensor(std::string(names.language_model) + "embed_tokens.weight") ||
                                has_tensor(std::string(names.head));  // tied, under its other name
     return has_embedding && has_tensor(std::string(names.language_model) + "norm.weight") &&

@@ -47,7 +47,7 @@ void ValueCheck::add(DType dtype, ByteSpan piece) {
   constexpr size_t kStep = kPage / 2;
   for (size_t begin = 0; begin < piece.size(); begin += kStep) {
     const ByteSpan step = piece.subspan(begin, std::min(kStep, piece.size() - begin));
-    const auto first = std::find_if(step.begin(), step.end(), is_not_zero);
+    const auto first = std::ranges::find_if(step, is_not_zero);
     if (first != step.end()) {
       end_zeros(at_ + (first - step.begin()) / size * size);
       const auto last = std::find_if(step.rbegin(), step.rend(), is_not_zero).base() - step.begin();

@@ -82,8 +82,7 @@ std::vector<OpSummary> summarize(const std::vector<OpTime>& times) {
     summary.cost.flop /= static_cast<double>(summary.count);
     summaries.push_back(std::move(summary));
   }
-  std::sort(summaries.begin(), summaries.end(),
-            [](const OpSummary& a, const OpSummary& b) { return a.seconds > b.seconds; });
+  std::ranges::sort(summaries, [](const OpSummary& a, const OpSummary& b) { return a.seconds > b.seconds; });
   return summaries;
 }
 
@@ -112,7 +111,7 @@ void write_tokens(const std::string& path, int64_t count, const ModelConfig& mod
 
 double BenchResult::median_step_seconds() const {
   std::vector<double> sorted = step_seconds;
-  std::sort(sorted.begin(), sorted.end());
+  std::ranges::sort(sorted);
   return sorted[sorted.size() / 2];
 }
 

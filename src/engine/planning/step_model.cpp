@@ -221,8 +221,7 @@ double host_wait_of(const nlohmann::json& waits, const std::string& path) {
   double sum = 0;
   for (const nlohmann::json& wait : waits) {
     const std::string what = wait.at("for").get<std::string>();
-    if (std::find(std::begin(kWaits), std::end(kWaits), what) != std::end(kWaits))
-      sum += amount(wait, "seconds", path);
+    if (std::ranges::find(kWaits, what) != std::end(kWaits)) sum += amount(wait, "seconds", path);
   }
   return sum;
 }

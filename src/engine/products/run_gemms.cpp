@@ -34,7 +34,7 @@ std::string in_file_name(std::string text) {
 int64_t count_missing(const GemmTuningFile& file, const std::vector<RecordedProduct>& products) {
   std::set<std::string> there;
   for (const GemmChoice& choice : file.choices) there.insert(choice.gemm);
-  return std::count_if(products.begin(), products.end(), [&](const RecordedProduct& product) {
+  return std::ranges::count_if(products, [&](const RecordedProduct& product) {
     return suits_cublaslt(product.gemm) && !there.contains(key_of(product.gemm));
   });
 }
@@ -42,10 +42,9 @@ int64_t count_missing(const GemmTuningFile& file, const std::vector<RecordedProd
 // A file of the run's folder that keeps algorithms for whatever GPU; empty: there is none.
 std::string any_kept(const std::string& run_folder) {
   std::vector<std::string> names = list_names(run_folder);
-  std::sort(names.begin(), names.end());
-  const auto found = std::find_if(names.begin(), names.end(), [](const std::string& name) {
-    return name.starts_with(kKeptName) && name.ends_with(kFileEnding);
-  });
+  std::ranges::sort(names);
+  const auto found = std::ranges::find_if(
+      names, [](const std::string& name) { return name.starts_with(kKeptName) && name.ends_with(kFileEnding); });
   return found == names.end() ? "" : (fs::path(run_folder) / *found).string();
 }
 
@@ -200,7 +199,7 @@ std::string find_tuning(const std::vector<std::string>& folders, const Device& d
                         const std::function<void(const std::string&)>& warn) {
   for (const std::string& folder : folders) {
     std::vector<std::string> names = list_names(folder);
-    std::sort(names.begin(), names.end());
+    std::ranges::sort(names);
     for (const std::string& name : names) {
       if (!name.ends_with(kFileEnding)) continue;
       const std::string path = (fs::path(folder) / name).string();

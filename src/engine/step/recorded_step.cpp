@@ -158,8 +158,8 @@ std::vector<RecordedProduct> record_products(const Config& config, int64_t num_g
   const auto flop = [](const RecordedProduct& product) {
     return static_cast<double>(product.count) * cost_of(product.gemm).flop;
   };
-  std::stable_sort(products.begin(), products.end(),
-                   [&](const RecordedProduct& a, const RecordedProduct& b) { return flop(a) > flop(b); });
+  std::ranges::stable_sort(products,
+                           [&](const RecordedProduct& a, const RecordedProduct& b) { return flop(a) > flop(b); });
   return products;
 }
 

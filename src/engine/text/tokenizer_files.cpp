@@ -58,7 +58,7 @@ bool is_same_file(const fs::path& a, const fs::path& b) {
 
 bool is_copy(const std::string& copy, const std::string& source) {
   const std::vector<std::string> names = carried_files(source);
-  return carried_files(copy) == names && std::all_of(names.begin(), names.end(), [&](const std::string& name) {
+  return carried_files(copy) == names && std::ranges::all_of(names, [&](const std::string& name) {
            return is_same_file(fs::path(source) / name, fs::path(copy) / name);
          });
 }
@@ -161,7 +161,7 @@ std::optional<std::string> find_tokenizer(const std::string& path, const json& s
   follow_sources(path, state, [&](const std::string& at, const json&) {
     std::vector<fs::path> places = {fs::path(at) / kHuggingFaceFolder, fs::path(at) / kTokenizerFolder};
     if (const std::string run = run_folder_of(at); !run.empty()) places.push_back(fs::path(run) / kTokenizerFolder);
-    const auto place = std::find_if(places.begin(), places.end(), has_tokenizer);
+    const auto place = std::ranges::find_if(places, has_tokenizer);
     if (place != places.end()) found = place->string();
     return found.has_value();
   });

@@ -73,7 +73,7 @@ class MetricsEnd {
       untouched_ = goes_on ? 0 : begin;
       return goes_on;
     });
-    std::reverse(lines_.begin(), lines_.end());
+    std::ranges::reverse(lines_);
     find_missing();
   }
 

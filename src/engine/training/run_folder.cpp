@@ -37,7 +37,7 @@ bool is_resolved_config(const std::string& text) {
   const ordered_json root = parse_ordered_json_if_valid(text);
   if (!root.is_object() || root.dump(2) + "\n" != text) return false;
   constexpr const char* kSections[] = {"model", "precision", "optimizer", "data", "training", "checkpoint"};
-  return std::all_of(std::begin(kSections), std::end(kSections), [&](const char* section) {
+  return std::ranges::all_of(kSections, [&](const char* section) {
     const auto found = root.find(section);
     return found != root.end() && found->is_object();
   });
@@ -96,7 +96,7 @@ bool turns_up(const std::string& folder, const std::string& name, std::chrono::m
   for (;;) {
     try {
       const std::vector<std::string> names = list_names(folder);
-      if (std::find(names.begin(), names.end(), name) != names.end()) return true;
+      if (std::ranges::find(names, name) != names.end()) return true;
     } catch (const Error&) {
       return false;  // no folder, or none that may be read
     }

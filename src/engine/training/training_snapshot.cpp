@@ -227,7 +227,7 @@ void TrainingRun::stage(CheckpointContents& contents, const std::vector<TensorVi
     const int unit = declared_.model.parameters().all[parameter].unit;
     return std::pair(declared_.optimizer.releases_gradients() ? -unit : 0, parameter);
   };
-  std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return turn_of(a) < turn_of(b); });
+  std::ranges::stable_sort(order, [&](size_t a, size_t b) { return turn_of(a) < turn_of(b); });
   std::vector<TensorView> staged = {declared_.checks.view(table)};
   last_staged_.assign(declared_.model.parameters().all.size(), 0);
   for (const size_t i : order) {

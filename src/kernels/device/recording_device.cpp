@@ -52,7 +52,7 @@ class ZeroStaging final : public StagingBuffer {
   void begin(const std::vector<TensorView>& tensors) override {
     sizes_.clear();
     for (const TensorView& tensor : tensors) sizes_.push_back(static_cast<size_t>(tensor.bytes()));
-    zeros_.resize(sizes_.empty() ? 0 : *std::max_element(sizes_.begin(), sizes_.end()));
+    zeros_.resize(sizes_.empty() ? 0 : *std::ranges::max_element(sizes_));
   }
   void order_after(size_t) override {}
   std::span<const std::byte> wait(size_t index) override { return {zeros_.data(), sizes_.at(index)}; }

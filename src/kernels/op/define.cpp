@@ -15,7 +15,7 @@ void check_tensor(std::string_view op, std::string_view name, const TensorView& 
   if (!same_shape || !has_memory) {
     throw_internal("{}: {} is {}, wanted shape [{}]", op, name, describe(t), fmt::join(shape, ", "));
   }
-  if (std::find(dtypes.begin(), dtypes.end(), t.dtype) == dtypes.end()) {
+  if (std::ranges::find(dtypes, t.dtype) == dtypes.end()) {
     std::string wanted;
     for (DType dtype : dtypes) wanted += (wanted.empty() ? "" : " or ") + std::string(name_of(dtype));
     throw_internal("{}: {} is {}, wanted {}", op, name, describe(t), wanted);
