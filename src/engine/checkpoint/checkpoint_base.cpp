@@ -125,9 +125,8 @@ void attach_base(LoadedCheckpoint& checkpoint, Communicator& ranks, const std::s
   if (found.empty()) {
     std::vector<std::string> places = usual_places(checkpoint.path(), *described);
     places.erase(std::unique(places.begin(), places.end()), places.end());
-    std::error_code is_missing;
     const std::string not_it =
-        !elsewhere.empty() && fs::exists(elsewhere, is_missing)
+        !elsewhere.empty() && file_exists(elsewhere)
             ? fmt::format(", and checkpoint.init_from = {} neither is it nor has it", elsewhere)
             : "";
     throw_bad_input(

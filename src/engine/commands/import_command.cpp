@@ -440,8 +440,7 @@ ImportSource open_source(const ImportOptions& options) {
 }  // namespace
 
 int run_import(const ImportOptions& given) {
-  std::error_code ignored;
-  if (!fs::is_directory(given.folder, ignored))
+  if (!is_folder(given.folder))
     throw_bad_input("{}: no such folder; download the model into one first", given.folder);
   ImportOptions options = given;
   const auto has_adapters = [&] { return file_exists((fs::path(options.folder) / kPeftConfigName).string()); };

@@ -305,8 +305,7 @@ json without_removed_keys(json config) {
 }
 
 std::string config_file(const std::string& path) {
-  std::error_code ignored;
-  if (!std::filesystem::is_directory(path, ignored)) return path;
+  if (!is_folder(path)) return path;
   const std::string file = (std::filesystem::path(path) / "config.json").string();
   if (!file_exists(file))
     throw_bad_input("{}: is a folder without a config.json; name a config file", printable(path));

@@ -51,9 +51,7 @@ LoadedCheckpoint open_checkpoint(const std::string& path, const std::vector<std:
     return checkpoint;
   };
   if (file_exists(path + "/manifest.json")) return whole(load_checkpoint(path, ranks));
-  std::error_code ignored;
-  if (!std::filesystem::is_directory(path, ignored))
-    throw_bad_input("{}: no such checkpoint or run folder; check the path", path);
+  if (!is_folder(path)) throw_bad_input("{}: no such checkpoint or run folder; check the path", path);
   auto newest = load_newest(
       path, [](const std::string& message) { log_line(LogLevel::kWarning, message); }, ranks);
   if (newest) return whole(std::move(*newest));

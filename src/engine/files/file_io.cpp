@@ -100,8 +100,7 @@ std::string parent_of(const std::string& path) {
 
 // Opens the file that will replace another: new, instead of one that was left by a crash, but of no folder.
 OutputFile open_draft(const std::string& draft) {
-  std::error_code error;
-  if (fs::is_directory(draft, error)) throw_open_error("create", draft, EISDIR);
+  if (is_folder(draft)) throw_open_error("create", draft, EISDIR);
   remove_tree(draft);
   return OutputFile(draft);
 }
@@ -324,18 +323,22 @@ void write_fully(int fd, ByteSpan bytes, const std::string& path) {
   }
 }
 
+bool is_folder(const fs::path& path) {
+  std::error_code ignored;
+  return fs::is_directory(path, ignored);
+}
+
 void make_directory(const std::string& path) {
   if (::mkdir(path.c_str(), 0777) == -1) throw_open_error("create folder", path, errno);
 }
 
 void make_directories(const std::string& path) {
-  std::error_code error;
-  if (fs::is_directory(path, error)) return;
+  if (is_folder(path)) return;
   const fs::path trimmed = fs::path(path).has_filename() ? fs::path(path) : fs::path(path).parent_path();
   const std::string parent = parent_of(trimmed.string());
   if (parent != trimmed) make_directories(parent);
   // Another rank may have made it in the meantime.
-  if (::mkdir(trimmed.c_str(), 0777) == -1 && !(errno == EEXIST && fs::is_directory(trimmed, error))) {
+  if (::mkdir(trimmed.c_str(), 0777) == -1 && !(errno == EEXIST && is_folder(trimmed))) {
     throw_open_error("create folder", path, errno);
   }
   sync_directory(parent);

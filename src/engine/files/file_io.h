@@ -120,6 +120,8 @@ std::string read_text(const std::string& path, int64_t max_bytes,
 // Writes all of `bytes`, however many calls that takes; `path` is for the message.
 void write_fully(int fd, ByteSpan bytes, const std::string& path);
 
+// True if a folder is there, or a link to one, as far as can be known.
+bool is_folder(const fs::path& path);
 // Creates `path` and its missing parents so that they survive a power failure. An existing folder is fine.
 void make_directories(const std::string& path);
 void make_directory(const std::string& path);  // throws when `path` exists

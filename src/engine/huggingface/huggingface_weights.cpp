@@ -96,9 +96,7 @@ std::vector<std::vector<size_t>> split_into_files(const std::vector<SafetensorsE
 }
 
 bool has_weights(const std::string& folder) {
-  std::error_code ignored;
-  return fs::exists(joined(folder, kHuggingFaceFileName), ignored) ||
-         fs::exists(joined(folder, kHuggingFaceIndexName), ignored);
+  return file_exists(joined(folder, kHuggingFaceFileName)) || file_exists(joined(folder, kHuggingFaceIndexName));
 }
 
 }  // namespace
@@ -174,11 +172,10 @@ HuggingFaceWeights open_huggingface_weights(const std::string& folder) {
                     kHuggingFaceFileName, kHuggingFaceIndexName);
   }
   HuggingFaceWeights weights;
-  std::error_code ignored;
   const std::string where = joined(folder, kHuggingFaceIndexName);
-  const bool has_one_file = fs::exists(joined(folder, kHuggingFaceFileName), ignored);
+  const bool has_one_file = file_exists(joined(folder, kHuggingFaceFileName));
   if (has_one_file) open_file(folder, kHuggingFaceFileName, weights);
-  if (has_one_file && !fs::exists(where, ignored)) return weights;
+  if (has_one_file && !file_exists(where)) return weights;
   const std::map<std::string, std::string> index = parse_index(read_text(where, kMaxIndexBytes), where);
   std::set<std::string> names;
   for (const auto& [tensor, file] : index) names.insert(file);

@@ -181,8 +181,7 @@ void MetricsLog::sync() {
 
 MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_t step,
                                                  const std::set<std::string>& made_again) {
-  std::error_code error;
-  if (!fs::exists(path, error)) {
+  if (!file_exists(path)) {
     Truncated nothing;
     nothing.missing = step;
     if (step > 0) nothing.first_missing = 1, nothing.last_missing = step;
@@ -199,8 +198,7 @@ MetricsLog::Truncated MetricsLog::truncate_after(const std::string& path, int64_
 }
 
 std::string MetricsLog::begin_anew(const std::string& path) {
-  std::error_code error;
-  if (!fs::exists(path, error)) return {};
+  if (!file_exists(path)) return {};
   const InputFile file(fs::canonical(path));
   bool has_steps = false;
   for_each_line_from_end(file, [&](std::string_view line, int64_t /*begin*/) {

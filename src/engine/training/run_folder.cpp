@@ -68,8 +68,7 @@ void check_config(const std::string& folder, bool has_been_run, const std::strin
 
 void check_metrics(const std::string& folder, bool has_been_run) {
   const std::string path = folder + "/metrics.jsonl";
-  std::error_code ignored;
-  if (fs::exists(path, ignored) && !fs::is_regular_file(path, ignored)) {
+  if (std::error_code ignored; file_exists(path) && !fs::is_regular_file(path, ignored)) {
     throw_bad_input("{}: is not a regular file, and a run must read its metrics again: remove it", path);
   }
   if (has_been_run || !file_exists(path) || has_record_of_run(path)) return;
@@ -131,8 +130,7 @@ void check_run_folder(const std::string& folder, const std::string& config_text)
   const bool has_been_run = has_been_run_in(folder);
   check_config(folder, has_been_run, config_text);
   check_metrics(folder, has_been_run);
-  std::error_code ignored;
-  if (!has_been_run && fs::is_directory(folder, ignored)) refuse_other_content(folder);
+  if (!has_been_run && is_folder(folder)) refuse_other_content(folder);
 }
 
 void write_run_config(const std::string& folder, const std::string& config_text,

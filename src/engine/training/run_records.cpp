@@ -96,8 +96,7 @@ class HistoryReader {
 
 RunHistory read_history(const std::string& metrics_path, int64_t step) {
   HistoryReader reader(step);
-  std::error_code error;
-  if (std::filesystem::exists(metrics_path, error)) {
+  if (file_exists(metrics_path)) {
     for_each_line_from_end(InputFile(metrics_path),
                            [&](std::string_view line, int64_t /*begin*/) { return reader.take(line); });
   }
