@@ -45,13 +45,9 @@ class SingleCommunicator final : public Communicator {
     ++last_queued_;
   }
 
-  uint64_t last_queued() const override { return last_queued_; }
   void wait(Device&, uint64_t) override {}
 
   std::vector<std::string> gather_text(const std::string& text) override { return {text}; }
-
- private:
-  uint64_t last_queued_ = 0;
 };
 
 }  // namespace
@@ -167,7 +163,6 @@ class HostCommunicator final : public Communicator {
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   void all_to_all(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
-  uint64_t last_queued() const override { return last_queued_; }
   void wait(Device&, uint64_t) override {}
 
   std::vector<std::string> gather_text(const std::string& text) override {
@@ -213,7 +208,6 @@ class HostCommunicator final : public Communicator {
 
   Transport& transport_;
   CollectiveCounter& counter_;
-  uint64_t last_queued_ = 0;
   std::vector<std::byte> scratch_;
 };
 

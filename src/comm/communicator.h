@@ -65,7 +65,7 @@ class Communicator {
   virtual void all_to_all(Device& device, const TensorView& in, const TensorView& out, Peers peers) = 0;
 
   // Collectives are numbered from 1, in the order of their calls. Number 0 stands for none: nothing waits for it.
-  virtual uint64_t last_queued() const = 0;
+  virtual uint64_t last_queued() const { return last_queued_; }
   // Makes the device's later work wait for collective `number` and those before it.
   virtual void wait(Device& device, uint64_t number) = 0;
 
@@ -80,6 +80,8 @@ class Communicator {
  protected:
   // The rank at a place among this rank's peers.
   int rank_at(Peers peers, int place) const { return mesh().rank_at(peers, place); }
+
+  uint64_t last_queued_ = 0;
 
  private:
   virtual void divided() {}  // mesh() is known from here on

@@ -49,7 +49,6 @@ class RecordingCommunicator final : public Communicator {
   void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   void all_to_all(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
 
-  uint64_t last_queued() const override { return last_queued_; }
   void wait(Device& device, uint64_t number) override;
 
   std::vector<std::string> gather_text(const std::string& text) override;
@@ -60,7 +59,6 @@ class RecordingCommunicator final : public Communicator {
   int rank_, size_;
   Listener listener_;
   int64_t exchange_bytes_ = 0;
-  uint64_t last_queued_ = 0;
 };
 
 }  // namespace parka

@@ -92,7 +92,6 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   void all_gather(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   void all_gather_columns(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
   void all_to_all(Device& device, const TensorView& in, const TensorView& out, Peers peers) override;
-  uint64_t last_queued() const override { return last_queued_; }
   void wait(Device& device, uint64_t number) override;
 
   std::vector<std::string> gather_text(const std::string& text) override { return hosts_.gather_text(text); }
@@ -158,10 +157,9 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
   std::array<cudaEvent_t, kRemembered> done_{}, summed_{};  // the ends of the latest collectives, and of their sums
   std::array<uint64_t, kRemembered> sum_before_{};          // the last sum up to each of them; 0: none
   uint64_t *reached_ = nullptr, *finished_ = nullptr;       // incremented by the GPU
-  uint64_t last_queued_ = 0;
-  std::vector<std::string> host_of_;         // by rank
-  std::array<PeerGroup, kNumPeers> groups_;  // by Peers
-  void* memory_ = nullptr;                   // of allocate()
+  std::vector<std::string> host_of_;                        // by rank
+  std::array<PeerGroup, kNumPeers> groups_;                 // by Peers
+  void* memory_ = nullptr;                                  // of allocate()
   int64_t memory_bytes_ = 0;
   TensorView buffer_;
   int64_t buffer_at_ = 0;  // where the next exchange puts its chunks, in bytes
