@@ -1,7 +1,6 @@
 #include "engine/checkpoint/checkpoint_base.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <memory>
 #include <optional>
 #include <utility>

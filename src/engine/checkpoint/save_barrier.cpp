@@ -1,7 +1,6 @@
 #include "engine/checkpoint/save_barrier.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <set>
 #include <thread>
 #include <utility>

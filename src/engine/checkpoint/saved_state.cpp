@@ -13,8 +13,6 @@
 namespace parka {
 namespace {
 
-using nlohmann::json;
-
 JsonReader state_of(const json& state, const std::string& path) { return {state, path + ": its state"}; }
 JsonReader state_of(const LoadedCheckpoint& checkpoint) { return state_of(checkpoint.state(), checkpoint.path()); }
 

@@ -14,7 +14,7 @@ namespace parka {
 
 // The checkpoint's own config.
 Config config_of(const LoadedCheckpoint& checkpoint);
-Config config_of(const nlohmann::json& state, const std::string& path);
+Config config_of(const json& state, const std::string& path);
 // The config to evaluate or sample with: the checkpoint's, of one process that has all weights on its device,
 // whatever the run divided or kept in host memory, with `overrides` applied. They must not make another model of
 // its weights.

@@ -25,7 +25,6 @@ namespace {
 // The folder of a run that was moved or copied has a config that names the place before: training there would leave
 // the folder alone that was named, and go on with another run, or begin one.
 void require_named_run(const TrainOptions& options, const std::string& folder) {
-  namespace fs = std::filesystem;
   const fs::path file = config_file(options.config_path);
   const fs::path named = file.has_parent_path() ? file.parent_path() : ".";
   const bool is_run = file.filename() == "config.json" && file_exists((named / "lock").string());

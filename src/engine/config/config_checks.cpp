@@ -8,8 +8,6 @@
 #include <fmt/ranges.h>
 
 #include "core/error.h"
-#include "engine/config/config_io.h"
-#include "engine/config/config_table.h"
 
 namespace parka {
 

@@ -45,7 +45,7 @@ struct Conflict {
 };
 
 std::string describe(Config c, const Conflict& conflict) {
-  const nlohmann::ordered_json value = get_field(*make_config_table(c).find(conflict.key));
+  const ordered_json value = get_field(*make_config_table(c).find(conflict.key));
   return fmt::format("{} = {} {}", conflict.key, value.is_string() ? value.get<std::string>() : value.dump(),
                      conflict.why);
 }

@@ -1,8 +1,6 @@
 #include "engine/config/data_sources.h"
 
 #include <algorithm>
-#include <cstring>
-#include <filesystem>
 #include <iterator>
 #include <map>
 #include <optional>

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <cstddef>
-#include <filesystem>
 
 #include "core/log/log.h"
 #include "data/read_only_file.h"

@@ -1,7 +1,6 @@
 #include "engine/huggingface/huggingface_weights.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <set>
 #include <utility>
 

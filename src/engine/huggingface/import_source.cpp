@@ -1,7 +1,6 @@
 #include "engine/huggingface/import_source.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <functional>
 #include <utility>
 

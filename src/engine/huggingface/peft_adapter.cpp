@@ -1,7 +1,6 @@
 #include "engine/huggingface/peft_adapter.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <map>
 #include <set>
 #include <string_view>

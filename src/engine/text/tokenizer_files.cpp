@@ -1,7 +1,6 @@
 #include "engine/text/tokenizer_files.h"
 
 #include <algorithm>
-#include <filesystem>
 #include <set>
 #include <vector>
 

@@ -4,8 +4,6 @@
 #include <array>
 #include <ctime>
 #include <exception>
-#include <filesystem>
-#include <system_error>
 #include <utility>
 
 #include <fmt/format.h>

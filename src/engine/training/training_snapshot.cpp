@@ -1,7 +1,6 @@
 // How a TrainingRun hands over what a checkpoint holds, and takes it over.
 #include <algorithm>
 #include <cstring>
-#include <filesystem>
 #include <numeric>
 #include <string>
 #include <unordered_map>
