@@ -21,8 +21,7 @@ struct KvCache {
   CacheShape shape;
   std::vector<TensorId> blocks;  // [slots, max_length, 2 * Hkv * D] for each block, see ops/attention/attention.h
   TensorId slot, position;       // [max(slots, max_length)] int32: of the rows of the batch at hand
-  // [slots, D] fp32: rows of the rotary table, of positions that are no neighbours; of that of blocks with a window
-  // where it is another one.
+  // [slots, D] fp32: rows of the rotary table, of any positions; of blocks with a window where theirs is another.
   TensorId cos_sin, windowed_cos_sin;
 };
 

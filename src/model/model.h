@@ -38,8 +38,7 @@ class Model {
   const ParameterTable& parameters() const { return table_; }
   // The largest batch.
   const BatchShape& shape() const { return max_shape_; }
-  // For training with telemetry; before plan.finish(). Declares ("telemetry") room for statistics, and for samples
-  // where anything is FP8.
+  // For training with telemetry; before plan.finish(). Declares ("telemetry") statistics, and samples of any FP8.
   void declare_telemetry(MemoryPlan& plan);
   // Position-dependent tables go to the device here.
   void bind(Device& device, const Arena& arena);

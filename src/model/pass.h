@@ -11,8 +11,7 @@
 
 namespace parka {
 
-// The layers of a Model under one PrecisionConfig, and the order in which they run. It keeps nothing of a batch but
-// what load() is told.
+// The layers of a Model under one PrecisionConfig, in their order. It keeps nothing of a batch but load()'s.
 class Model::Pass {
  public:
   Pass(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,

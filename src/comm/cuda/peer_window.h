@@ -10,8 +10,7 @@
 namespace parka::cuda {
 
 // Memory of equal size on every rank of an NCCL communicator, mapped into all ranks of the host. Ranks write into
-// each other's memory with their GPUs' copy engines, which take no multiprocessors from other work. NCCL opens the
-// window, and its own all-gathers use it too.
+// each other's with copy engines, which take no multiprocessors. NCCL opens the window, and uses it too.
 //
 // All ranks make every call, in one order. Throws Error(kInternal), or Error(kRankLost) for a lost rank.
 class PeerWindow {

@@ -14,8 +14,7 @@
 #include "engine/files/safetensors.h"
 
 // Checkpoints that survive a kill, a full disk or a power failure at any moment, and are never loaded damaged. Any
-// number of ranks may save one together, each the pieces of tensors that it holds, and any other number may load
-// it. docs/checkpoints.md describes the files.
+// number of ranks may save one together, and any other load it. docs/checkpoints.md describes the files.
 namespace parka {
 
 struct CheckpointIndex;

@@ -213,8 +213,7 @@ class CheckpointWriter {
     files_.sync_directory(folder_);
   }
 
-  // Takes back a failed save as far as the file system lets it; the error that led here is what the user gets to
-  // see.
+  // Takes back a failed save as far as the file system lets it; the user sees the first error alone.
   void undo() noexcept {
     if (!may_touch_folder()) return;
     std::error_code ignored;

@@ -15,9 +15,8 @@ namespace parka {
 // The checkpoint's own config.
 Config config_of(const LoadedCheckpoint& checkpoint);
 Config config_of(const json& state, const std::string& path);
-// The config to evaluate or sample with: the checkpoint's, of one process that has all weights on its device,
-// whatever the run divided or kept in host memory, with `overrides` applied. They must not make another model of
-// its weights.
+// The config to evaluate or sample with: the checkpoint's, of one process with all weights on its device, with
+// `overrides` applied, which must not make another model of its weights.
 Config inference_config_of(const LoadedCheckpoint& checkpoint, const std::vector<std::string>& overrides);
 
 // The key of the following in the state of what was imported.

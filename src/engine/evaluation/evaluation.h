@@ -26,8 +26,7 @@ struct EvaluationResult {
 void check_evaluation(const std::string& name, const EvaluationResult& result);
 
 // Called before each forward pass of an evaluation, on all ranks before the same one, with the error of reading
-// this rank's data for it, or null. So ranks can agree to end the evaluation: it may throw, on all of them. If it
-// returns, an error of reading is thrown afterwards.
+// this rank's data for it, or null. It may throw, on all of them; else an error of reading is thrown afterwards.
 using BeforeEvaluationBatch = std::function<void(const std::exception_ptr& read_failure)>;
 
 // Mean loss over `max_sequences` sequences spread evenly over `files` (0: all of them), `micro_batch` at a time.

@@ -37,9 +37,8 @@ struct Continuation {
 };
 
 // Continues every prompt, as many at a time as the model's cache has slots. If a sequence outgrows the cache, it
-// continues with its latest tokens, as many as fit in the cache. Their positions change with every token, so each
-// then costs a whole forward pass. `model` has a cache of `shape`, and prompts are not empty. Only rows of images
-// that lie in the latest tokens are seen.
+// continues with as many of its latest tokens as fit. Their positions change with every token, so each then costs a
+// forward pass, and earlier rows of images are not seen. `model` has a cache of `shape`; prompts have tokens.
 std::vector<Continuation> generate(Device& device, Model& model, const CacheShape& shape,
                                    const std::vector<std::vector<int32_t>>& prompts,
                                    const GenerationOptions& options, const TokenListener& listener = {});

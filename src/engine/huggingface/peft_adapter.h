@@ -18,8 +18,7 @@ struct PeftTensor {
 std::vector<PeftTensor> peft_tensors(const Config& config, const HuggingFaceFamily& family);
 
 // Writes the adapters of a checkpoint as peft does: adapter_model.safetensors, in fp32, and adapter_config.json, in
-// a new folder. `base` is what the config names as the model that they belong to, if it is known. Throws
-// Error(kBadInput) if the checkpoint's config has no adapters.
+// a new folder. `base` is the model that the config names, if known. Throws Error(kBadInput) without adapters.
 void write_peft_adapter(const LoadedCheckpoint& checkpoint, const Config& config, const HuggingFaceFamily& family,
                         const std::optional<std::string>& base, const std::string& out);
 
@@ -30,9 +29,8 @@ inline constexpr const char *kPeftConfigName = "adapter_config.json",
 // other adapters than LoRA beside whole linear layers of all blocks, and for settings that change the computation.
 FinetuneConfig parse_peft_config(const json& config, const std::string& where);
 
-// Writes the adapters of peft's `folder` as a checkpoint of step 0 beside `base`, the checkpoint with the weights
-// that they belong to, in a new folder `out`. Returns its description. Throws Error(kBadInput) if the folder's
-// files have others than all of these adapters.
+// Writes the adapters of peft's `folder` as a checkpoint of step 0 beside `base`, which has their weights, in a new
+// folder `out`. Returns its description. Throws Error(kBadInput) if files have others than all of them.
 std::string import_peft_adapter(const std::string& folder, const LoadedCheckpoint& base, const std::string& out);
 
 }  // namespace parka

@@ -19,8 +19,7 @@ class DeferredError {
   // On this rank alone. There must be one.
   [[noreturn]] void rethrow() const { std::rethrow_exception(error_); }
   // For all ranks at once, of which one at least must have an error: all throw an Error with the code and the
-  // message of the lowest such rank, which the message names where there are several. The text that `advice` has
-  // for the code ends the message.
+  // message of the lowest such rank, which it names among several. The text that `advice` has for the code ends it.
   [[noreturn]] void throw_on_all_ranks(Communicator& communicator,
                                        const std::function<std::string(ExitCode)>& advice) const;
 

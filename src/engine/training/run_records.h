@@ -47,9 +47,8 @@ class RunRecords {
   // Opens the file and writes the record that begins a start: `facts` and what goodput needs of the starts before.
   // `lock`, of the run's folder, must outlive this. Throws Error(kIo).
   void open(const RunLock& lock, int64_t step, const ordered_json& facts);
-  // Writes a record with "time" and "wall_seconds" added. An Error(kIo) is deferred: a run that cannot write its
-  // records ends, but not before its state is saved. From a deferred error on, whatever it is, nothing is written,
-  // but what could not be waits for write_again.
+  // Writes a record with "time" and "wall_seconds" added. An Error(kIo) is deferred: the run ends once its state is
+  // saved. From a deferred error on nothing is written, but what could not be waits for write_again.
   void write(ordered_json record, Clock::time_point when = Clock::now());
   // The records of a step; of its telemetry, too, which may be a reason to warn. Returns the goodput: the share of
   // the run's time so far, all starts together, that went into steps.
@@ -57,8 +56,7 @@ class RunRecords {
                     double save_wait_seconds);
   // Writes what write() could not, once more: a disk that was full may have room again. What fails again is lost.
   void write_again();
-  // After a power failure a checkpoint must not be there without the records of its steps; but it is worth more, so
-  // this only warns.
+  // After a power failure no checkpoint may lack the records of its steps; but it is worth more: this only warns.
   void sync();
 
   // The error that ends the run though its state is sound: of write(), or kept here by others.

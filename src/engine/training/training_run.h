@@ -42,8 +42,7 @@ struct StepReport {
   double grad_norm = 0;  // before clipping
   double learning_rate = 0;
   double clip_limit = 0;
-  // false: loss or gradients were not finite, or a spike. Weights and states are unchanged; with released gradients
-  // see Optimizer::end_step().
+  // false: not finite, or a spike. Weights and states are unchanged, or see Optimizer::end_step() if released.
   bool applied = false;
   SpikeGuard::Step limits;  // beyond which this step was a spike
   std::string culprit;      // when not applied: the first tensor whose gradient is not finite, if one is
@@ -94,8 +93,7 @@ class TrainingRun {
   // Why there is none; empty: there is. Waits until that is known.
   const std::string& staging_failure() { return staging_->failure(); }
   // Before a snapshot of this form: throws Error(kCorrupted) where weights or states are not what the last update
-  // left, or not what other ranks have that must have the same. No step may be unfinished. What one rank stages
-  // is held against that update where it is read.
+  // left, or not what other ranks have. No step may be unfinished. What one rank stages is checked at reading.
   void check_before_save(SnapshotForm form);
 
   // How messages name this rank's place: "rank 1 (node2, NVIDIA H200)".

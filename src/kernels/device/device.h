@@ -120,9 +120,8 @@ class Device {
   // Returns at once: memory that takes long to get is made ready in a thread.
   virtual std::unique_ptr<StagingBuffer> make_staging_buffer(int64_t bytes) = 0;
 
-  // Queues `work`, which must queue the same ops and copies within the device with the same arguments whenever it
-  // is called with the same `recording` (empty at first). A device may record what it queues, and queue the
-  // recording the next time instead of calling `work`.
+  // Queues `work`, which must queue the same ops and copies within the device whenever it is called with the same
+  // `recording` (empty at first). A device may record that, and queue the recording the next time.
   virtual void replay(std::unique_ptr<Recording>& recording, const std::function<void()>& work) = 0;
 
   virtual std::unique_ptr<Mark> mark() = 0;

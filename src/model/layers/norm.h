@@ -9,8 +9,7 @@
 namespace parka {
 
 // Adds a branch to the residual stream and normalises the sum: LayerNorm without parameters or with weight and
-// bias, or RMSNorm with a weight (model.norm), or 1 + that (model.norm_unit_offset); or kNone, which hands on the
-// sum as the norms of others hand on theirs.
+// bias, or RMSNorm with a weight (model.norm), or 1 + that (model.norm_unit_offset); or kNone, which passes it on.
 class Norm {
  public:
   // The weight and, of kAffineLayerNorm, the bias <name>_bias. Nothing where the norm has no weight.

@@ -5,8 +5,7 @@
 
 #include "kernels/ops/optimizer/step_tensors.h"
 
-// The steps of optimizers go group by group: they read 128 elements of every tensor as fp32, update them, and write
-// them back.
+// Optimizers step group by group: they read 128 elements of every tensor as fp32, update and write them back.
 namespace parka::cpu {
 
 using GroupValues = std::array<float, kMomentGroup>;

@@ -96,8 +96,7 @@ __global__ void __launch_bounds__(kMixThreads)
 
 constexpr int kPoolThreads = 256;
 
-// A thread makes one element of out [T, s] from the group of x [T, C] that it stands for, kWidth elements at a time
-// where groups are whole packs.
+// A thread makes one element of out [T, s] from its group of x [T, C], kWidth elements at a time in whole packs.
 template <int kWidth, typename T>
 __global__ void __launch_bounds__(kPoolThreads)
     pool_channels_kernel(PoolKind kind, const T* x_TC, T* out_Ts, int64_t group, int64_t cols, int64_t pooled,

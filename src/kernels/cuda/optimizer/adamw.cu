@@ -7,8 +7,7 @@
 #include "kernels/cuda/optimizer/block_scheduler.cuh"
 #include "kernels/cuda/optimizer/step_kernels.cuh"
 
-// There are two kernels: adamw_fp8_kernel for whole blocks of elements with expanded fp8 moments, and adamw_kernel
-// for everything else.
+// There are two kernels: adamw_fp8_kernel for whole blocks with expanded fp8 moments, adamw_kernel for the rest.
 namespace parka::cuda {
 namespace {
 

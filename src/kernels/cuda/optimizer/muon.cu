@@ -40,8 +40,7 @@ struct MomentumTensors {
   }
 };
 
-// Makes of gradients g directions, and of momenta b the next ones. Each operation is rounded by itself, as on the
-// CPU.
+// Makes directions of gradients g, and next momenta of b. Each operation is rounded by itself, as on the CPU.
 template <typename Part>
 __device__ void update_momentum(const MomentumConstants& c, float grad_scale, PartValues<Part>& g,
                                 PartValues<Part>& b) {

@@ -28,9 +28,8 @@ struct Gemm {
   // Columns at the end of each row of a, b and out that are no part of the product: they are not read, and left as
   // they are. They keep rows aligned where N or K is odd. Only for fp32 and bf16 operands.
   int64_t a_padding = 0, b_padding = 0, out_padding = 0;
-  // FP8 tensor cores sum products in an accumulator of about 14 bits. By default their sums over 128 terms are
-  // added up in fp32. With fast_accumulation they are not: faster, but sums over a long K lose more bits. It
-  // affects only kTensor-scaled products on a GPU.
+  // FP8 tensor cores sum products in an accumulator of about 14 bits. By default sums over 128 terms are added up
+  // in fp32. With fast_accumulation they are not: sums over a long K lose more bits. For kTensor scales on a GPU.
   bool fast_accumulation = false;
 };
 // K == 0 yields zeros (or leaves `out` unchanged when accumulating).
