@@ -544,8 +544,8 @@ class Ranks(Interruptions):
         config = self.config(40, interval=1000)
         config["training"]["eval_interval"] = 6
         undisturbed = self.undisturbed(config)
-        for rank, rule in ((0, "read:*/a.npy:EIO:25:1"), (1, "read:*/a.npy:EIO:25:1"), (0, "read:*/held_out.npy:EIO:24:1"),
-                           (1, "read:*/held_out.npy:EIO:24:1"), (0, "write:*/metrics.jsonl:ENOSPC:20:1")):
+        for rank, rule in ((0, "read:*/a.npy:EIO:25:1"), (1, "read:*/a.npy:EIO:25:1"), (0, "read:*/held_out.npy:EIO:21:1"),
+                           (1, "read:*/held_out.npy:EIO:21:1"), (0, "write:*/metrics.jsonl:ENOSPC:20:1")):
             with self.subTest(f"{rule} on rank {rank}"):
                 rules = [None, None]
                 rules[rank] = rule
