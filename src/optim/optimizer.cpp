@@ -8,6 +8,8 @@
 #include <type_traits>
 #include <utility>
 
+#include <fmt/format.h>
+
 #include "core/parallel.h"
 #include "core/split_float.h"
 #include "kernels/ops/optimizer/grad_norm.h"
@@ -39,17 +41,6 @@ void upload_each(Device& device, std::span<const float> values, const TensorView
 constexpr int64_t kNumStepScalars = 3;     // beside the squares of every parameter: their sum, loss, coefficient
 constexpr int64_t kNumReleaseScalars = 3;  // squares of the step before, own loss, squares of a unit
 
-// `format`: that of the moment where states are FP8.
-DType state_dtype(StateFormat states, DType format) {
-  switch (states) {
-    case StateFormat::kFp32: return DType::kF32;
-    case StateFormat::kBf16: return DType::kBF16;
-    case StateFormat::kFp8:
-    case StateFormat::kFp8Expanded: return format;
-  }
-  throw_internal("unknown state format {}", static_cast<int>(states));
-}
-
 void check_config(const OptimizerConfig& config, DType compute) {
   if ((config.master == MasterForm::kNone) != (compute == DType::kF32)) {
     throw_bad_input("optimizer.master = {} does not fit {} weights: none is for fp32, the other forms are for bf16",
@@ -74,14 +65,17 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
     shares_states_ |= p.placement.states.size > 1;
     shards_gradients_ |= p.placement.gradient.size > 1;
   }
+  kinds_.resize(parameters_.size());
   ids_.resize(parameters_.size());
   if (!releases_gradients()) declare_gradients(plan);
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
     if (!p.trainable) continue;
     ids_[i].master = declare_master(p, plan);
-    ids_[i].exp_avg = declare_moment(p, ".exp_avg", DType::kE4M3, plan);
-    ids_[i].exp_avg_sq = declare_moment(p, ".exp_avg_sq", config_.exp_avg_sq_format, plan);
+    kinds_[i] = state_kinds(config_, rule_of(config_, p));
+    for (size_t kind = 0; kind < kinds_[i].size(); ++kind) {
+      ids_[i].states[kind] = declare_state(p, kinds_[i][kind], plan);
+    }
   }
   if (shares_gradient_buffers()) declare_gradient_buffers(plan);
   declare_stream_buffers(plan);
@@ -143,7 +137,7 @@ void Optimizer::declare_stream_buffers(MemoryPlan& plan) {
     if (!parameters_[i].trainable) continue;
     if (parameters_[i].placement.memory == MemoryPlace::kHost) tensors.push_back(count * size_of(compute_));
     add(ids_[i].master, 1);
-    for (const MomentIds& moment : {ids_[i].exp_avg, ids_[i].exp_avg_sq}) {
+    for (const MomentIds& moment : ids_[i].states) {
       add(moment.values, 1);
       add(moment.amax, kMomentGroup);
       add(moment.exponent, kMomentGroup);
@@ -173,17 +167,16 @@ size_t Optimizer::num_stream_buffers() const {
   return static_cast<size_t>(most) + StateStream::kLeastSlots;
 }
 
-Optimizer::MomentIds Optimizer::declare_moment(const ParameterInfo& parameter, const std::string& name,
-                                               DType format, MemoryPlan& plan) const {
-  const auto add = [&](const std::string& suffix, DType dtype, int64_t count) {
-    return plan.add(kStateCategory, parameter.name + name + suffix, dtype, {count}, kAllPhases,
-                    state_place(parameter));
+Optimizer::MomentIds Optimizer::declare_state(const ParameterInfo& parameter, const StateKind& kind,
+                                              MemoryPlan& plan) const {
+  const auto add = [&](std::string_view suffix, DType dtype, int64_t count) {
+    return plan.add(kStateCategory, fmt::format("{}.{}{}", parameter.name, kind.name, suffix), dtype, {count},
+                    kAllPhases, state_place(parameter));
   };
   const int64_t numel = parameter.placement.states.piece(parameter.numel()), groups = ceil_div(numel, kMomentGroup);
   MomentIds ids;
-  const DType dtype = state_dtype(config_.states, format);
-  ids.values = add("", dtype, numel);
-  if (!is_float8(dtype)) return ids;
+  ids.values = add("", kind.format, numel);
+  if (!is_float8(kind.format)) return ids;
   ids.amax = add(".amax", DType::kF32, groups);
   if (config_.states == StateFormat::kFp8Expanded) ids.exponent = add(".exponent", DType::kU8, groups);
   return ids;
@@ -206,7 +199,6 @@ TensorId Optimizer::declare_master(const ParameterInfo& parameter, MemoryPlan& p
 void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const TensorView& weight_amax) {
   PARKA_REQUIRE(weights.size() == parameters_.size());
   weight_amax_ = weight_amax;
-  weights_.clear();
   gradients_.clear();
   gradient_pieces_.clear();
   states_.clear();
@@ -214,11 +206,10 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
     const ParameterInfo& p = parameters_[i];
     const int64_t count = p.own_elements().size();
     PARKA_REQUIRE(p.is_coded() ? weights[i].empty() : weights[i].dtype == compute_ && weights[i].numel() == count);
-    weights_.push_back(flat(weights[i]));
+    states_.push_back({.weight = flat(weights[i]), .master = {}});
     if (!p.trainable) {
       gradients_.emplace_back();
       gradient_pieces_.emplace_back();
-      states_.emplace_back();
       continue;
     }
 
@@ -233,11 +224,12 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
     gradient_pieces_.push_back({whole, own});
 
     const auto first = [&](TensorId id, int64_t n) { return id.valid() ? arena[id].rows(0, n) : TensorView(); };
-    const auto moment = [&](const MomentIds& ids) {
+    states_[i].master = first(ids_[i].master, count);
+    for (size_t kind = 0; kind < kMostStates; ++kind) {
+      const MomentIds& ids = ids_[i].states[kind];
       const int64_t groups = ceil_div(count, kMomentGroup);
-      return MomentView{first(ids.values, count), first(ids.amax, groups), first(ids.exponent, groups)};
-    };
-    states_.push_back({first(ids_[i].master, count), moment(ids_[i].exp_avg), moment(ids_[i].exp_avg_sq)});
+      states_[i].states[kind] = {first(ids.values, count), first(ids.amax, groups), first(ids.exponent, groups)};
+    }
   }
   update_order_.clear();
   for (size_t i = 0; i < parameters_.size(); ++i) {
@@ -262,16 +254,12 @@ std::unique_ptr<StateStream> Optimizer::make_stream(const Arena& arena) const {
   std::vector<TensorView> slots;
   for (const TensorId id : slot_ids_) slots.push_back(arena[id]);
   std::vector<ParameterState> states(parameters_.size());
-  for (const size_t i : update_order_) states[i] = parameter_state(i);
+  for (const size_t i : update_order_) states[i] = states_[i];
   return std::make_unique<StateStream>(arena, std::move(slots), std::move(states), part_elements_);
 }
 
-ParameterState Optimizer::parameter_state(size_t i) const {
-  return {weights_[i], states_[i].master, states_[i].exp_avg, states_[i].exp_avg_sq};
-}
-
 void Optimizer::set_weight(Device& device, size_t i, std::span<const float> values, int64_t first) {
-  const TensorView &target = weights_.at(i), &master = states_[i].master;
+  const TensorView &target = states_.at(i).weight, &master = states_[i].master;
   switch (config_.master) {
     case MasterForm::kFp32:
       upload_each(device, values, target, first, [](float x) { return split_float(x).weight; });
@@ -292,7 +280,7 @@ void Optimizer::set_weight(Device& device, size_t i, std::span<const float> valu
 
 void Optimizer::copy_weight(Device& device, size_t from, size_t to) {
   PARKA_REQUIRE(parameters_.at(from).numel() == parameters_.at(to).numel());
-  device.copy(weights_[to].data, weights_[from].data, weights_[to].bytes());
+  device.copy(states_[to].weight.data, states_[from].weight.data, states_[to].weight.bytes());
   const TensorView& master = states_[to].master;
   if (!master.empty()) device.copy(master.data, states_[from].master.data, master.bytes());
 }
@@ -389,34 +377,16 @@ void Optimizer::set_last_norm(Device& device, double norm) const {
 void Optimizer::queue_update(Device& device, const Update& update, size_t i) {
   PARKA_REQUIRE(update.step >= 1);
   if (parameters_[i].own_elements().size() == 0) return;
+  const auto step = [&](int64_t first, const ParameterState& part) {
+    const auto amax = weight_amax_.empty() ? weight_amax_ : weight_amax_.rows(static_cast<int64_t>(i), 1);
+    const TensorView gradient = gradient_pieces_[i].own.rows(first, part.weight.numel());
+    adamw(device, {config_, parameters_[i], update, first, part, gradient, clip_coefficient_, amax});
+  };
   if (stream_) {
-    stream_->update(
-        i, [&](int64_t first, const ParameterState& part) { adamw_step(device, step_of(update, i, first, part)); });
+    stream_->update(i, step);
   } else {
-    adamw_step(device, step_of(update, i, 0, parameter_state(i)));
+    step(0, states_[i]);
   }
-}
-
-AdamwStep Optimizer::step_of(const Update& update, size_t i, int64_t first, const ParameterState& part) const {
-  const ParameterInfo& p = parameters_[i];
-  return {.weight = part.weight,
-          .master = part.master,
-          .master_form = config_.master,
-          .gradient = gradient_pieces_[i].own.rows(first, part.weight.numel()),
-          .exp_avg = part.exp_avg,
-          .exp_avg_sq = part.exp_avg_sq,
-          .lr = static_cast<float>(update.lr * p.lr_factor),
-          .beta1 = config_.beta1,
-          .beta2 = config_.beta2,
-          .eps = static_cast<float>(config_.eps),
-          .weight_decay = p.decayed ? static_cast<float>(config_.weight_decay) : 0.0f,
-          .bias_correction1 = static_cast<float>(bias_correction(config_.beta1, update.step)),
-          .bias_correction2 = static_cast<float>(bias_correction(config_.beta2, update.step)),
-          .grad_scale = clip_coefficient_,
-          .weight_amax = weight_amax_.empty() ? TensorView() : weight_amax_.rows(static_cast<int64_t>(i), 1),
-          .seed = update.seed,
-          .step = static_cast<uint64_t>(update.step),
-          .first_element = static_cast<uint64_t>(p.first_element + p.own_elements().begin + first)};
 }
 
 StepResult PendingStep::wait() const {
@@ -455,15 +425,11 @@ std::vector<NamedTensor> Optimizer::state() const {
     };
     const std::string& name = parameters_[i].name;
     add(name + ".master", states_[i].master, begin, numel);
-    add_moment(name + ".exp_avg", states_[i].exp_avg);
-    add_moment(name + ".exp_avg_sq", states_[i].exp_avg_sq);
+    for (size_t kind = 0; kind < kinds_[i].size(); ++kind) {
+      add_moment(fmt::format("{}.{}", name, kinds_[i][kind].name), states_[i].states[kind]);
+    }
   }
   return tensors;
-}
-
-double bias_correction(double beta, int64_t step) {
-  PARKA_REQUIRE(beta >= 0 && beta < 1 && step >= 1);
-  return -std::expm1(static_cast<double>(step) * std::log(beta));
 }
 
 }  // namespace parka

@@ -12,6 +12,7 @@
 #include "core/parameter.h"
 #include "kernels/device/arena.h"
 #include "optim/optimizer_config.h"
+#include "optim/rules/update_rule.h"
 #include "optim/state_stream.h"
 
 namespace parka {
@@ -57,13 +58,13 @@ class PendingStep {
   const std::vector<ParameterInfo>* parameters_;
 };
 
-// AdamW over the parameter tensors that are trained: owns masters and moments, and the gradients' accumulators.
-// If ZeRO divides states over ranks, it updates this rank's piece of each tensor, and if it divides gradients
-// it keeps this rank's pieces of the accumulators, and buffers for the whole gradients of the units that backward
-// is at. With config.release_gradients there are these buffers alone. Order of use: construct, plan.finish(), make
-// an Arena, bind(), set_weight() of each parameter or restore the weights and state() from a checkpoint; then any
-// number of begin_step(), gradients filled by the model, step(). With config.release_gradients the gradients of one
-// unit after the other, as backward fills them, and step_unit(), then end_step().
+// Updates the parameter tensors that are trained, each by its rule: owns masters and states, and the gradients'
+// accumulators. If ZeRO divides states over ranks, it updates this rank's piece of each tensor, and if it divides
+// gradients it keeps this rank's pieces of the accumulators, and buffers for the whole gradients of the units that
+// backward is at. With config.release_gradients there are these buffers alone. Order of use: construct,
+// plan.finish(), make an Arena, bind(), set_weight() of each parameter or restore the weights and state() from a
+// checkpoint; then any number of begin_step(), gradients filled by the model, step(). With config.release_gradients
+// the gradients of one unit after the other, as backward fills them, and step_unit(), then end_step().
 class Optimizer {
  public:
   // Declares gradients (category "gradients"), masters ("master weights") and moments ("optimizer states") in the
@@ -118,12 +119,6 @@ class Optimizer {
   // gradients that this rank keeps whole.
   void begin_step(Device& device) const;
 
-  // One update of all parameters: `step` counts from 1 and drives bias correction and stochastic rounding.
-  struct Update {
-    int64_t step;
-    double lr;
-    uint64_t seed;
-  };
   // The parts of an update, in this order. In a run of several ranks the caller sums over them what it is given
   // (ParameterExchange). Gradients are scaled by min(1, clip_limit(step) / (norm + 1e-6)), as in OLMo and PyTorch.
   // A loss or a gradient that is not finite, gradients whose sum of squares exceeds fp32, and what is beyond
@@ -158,15 +153,15 @@ class Optimizer {
   // clipping, so that its warm-up starts and ends one step late.
   double clip_limit(int64_t step) const;
 
-  // Masters and moments, for the checkpoint: "<parameter>.master", ".exp_avg", ".exp_avg.amax",
-  // ".exp_avg.exponent", ".exp_avg_sq"...; only those that the formats need, flat [numel] or [ceil(numel / 128)]
+  // Masters and states, for the checkpoint: "<parameter>.master", and of each StateKind ".exp_avg",
+  // ".exp_avg.amax", ".exp_avg.exponent"; only those that the formats need, flat [numel] or [ceil(numel / 128)]
   // each, or this rank's part of them. With the weights themselves, which all forms but fp32 need too, they
   // are all that step() depends on.
   std::vector<NamedTensor> state() const;
 
-  // Moments of parameter i, which is trained, as they are stored.
-  const MomentView& exp_avg(size_t i) const { return states_.at(i).exp_avg; }
-  const MomentView& exp_avg_sq(size_t i) const { return states_.at(i).exp_avg_sq; }
+  // The kinds of states of parameter i, none of a frozen one, and each as it is stored.
+  const std::vector<StateKind>& kinds(size_t i) const { return kinds_.at(i); }
+  const MomentView& state(size_t i, size_t kind) const { return states_.at(i).states.at(kind); }
 
   const std::vector<ParameterInfo>& parameters() const { return parameters_; }
 
@@ -176,29 +171,21 @@ class Optimizer {
   };
   struct StateIds {
     TensorId gradient, master;
-    MomentIds exp_avg, exp_avg_sq;
-  };
-  struct State {
-    TensorView master;
-    MomentView exp_avg, exp_avg_sq;
+    std::array<MomentIds, kMostStates> states;
   };
   // Clears the maxima of weights that a step updates, of parameters [begin, end).
   void clear_amax(Device& device, size_t begin, size_t end) const;
   // The parameters of a unit, or all: [begin, end).
   std::pair<size_t, size_t> range_of(int unit) const;
-  // The step of this rank's elements `first` and following of parameter i, whose state is `part`.
-  AdamwStep step_of(const Update& update, size_t i, int64_t first, const ParameterState& part) const;
   size_t buffer_of(const ParameterInfo& parameter) const {
     return gradient_buffer_of(parameter, releases_gradients() && is_alone_ ? 1 : 2);
   }
-  MomentIds declare_moment(const ParameterInfo& parameter, const std::string& name, DType format,
-                           MemoryPlan& plan) const;
+  MomentIds declare_state(const ParameterInfo& parameter, const StateKind& kind, MemoryPlan& plan) const;
   void declare_gradients(MemoryPlan& plan);
   void declare_gradient_buffers(MemoryPlan& plan);
   void declare_stream_buffers(MemoryPlan& plan);
   size_t num_stream_buffers() const;
   MemoryPlace state_place(const ParameterInfo& parameter) const;
-  ParameterState parameter_state(size_t i) const;
   std::unique_ptr<StateStream> make_stream(const Arena& arena) const;
   TensorId declare_master(const ParameterInfo& parameter, MemoryPlan& plan) const;
 
@@ -208,15 +195,15 @@ class Optimizer {
   bool shares_states_ = false, shards_gradients_ = false;  // any of them
   std::vector<ParameterInfo> parameters_;
   int64_t part_elements_;
+  std::vector<std::vector<StateKind>> kinds_;
   std::vector<StateIds> ids_;
   TensorId scalars_id_;
   TensorId buffer_ids_[kGradientBuffers];  // with shares_gradient_buffers()
   std::vector<int64_t> buffer_offsets_;    // of each parameter's gradient in its buffer, in elements
-  std::vector<TensorView> weights_;        // flat, this rank's
   TensorView weight_amax_;
   std::vector<TensorView> gradients_;
   std::vector<GradientPieces> gradient_pieces_;
-  std::vector<State> states_;
+  std::vector<ParameterState> states_;   // this rank's, flat
   std::vector<TensorId> slot_ids_;       // none where nothing is in host memory
   std::vector<size_t> update_order_;     // parameters that this rank updates, none of them frozen
   std::unique_ptr<StateStream> stream_;  // null where nothing is in host memory
@@ -227,9 +214,6 @@ class Optimizer {
   TensorView squares_, total_squares_, loss_, clip_coefficient_;  // parts of scalars_
   TensorView last_squares_, own_loss_, unit_squares_;
 };
-
-// 1 - beta^step, exact to double rounding for any step: neither beta near 1 nor a large step cancels.
-double bias_correction(double beta, int64_t step);
 
 // Learning rate at `step` (1 is the first update) of a run of `training_steps`, with OLMo's definitions. With
 // W = warmup_steps, S = total_steps (training_steps if 0) and F = final_fraction:

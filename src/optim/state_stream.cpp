@@ -10,28 +10,7 @@ namespace {
 
 int64_t aligned(int64_t bytes) { return ceil_div(bytes, MemoryPlan::kAlignment) * MemoryPlan::kAlignment; }
 
-// Calls `visit` for each tensor with the number of elements of the parameter that an entry of it stands for.
-template <typename State, typename Visit>
-void visit_tensors(State& state, const Visit& visit) {
-  visit(state.weight, 1);
-  visit(state.master, 1);
-  for (auto* moment : {&state.exp_avg, &state.exp_avg_sq}) {
-    visit(moment->values, 1);
-    visit(moment->amax, kMomentGroup);
-    visit(moment->exponent, kMomentGroup);
-  }
-}
-
 }  // namespace
-
-ParameterState ParameterState::part(int64_t begin, int64_t count) const {
-  PARKA_REQUIRE(begin % kMomentGroup == 0);
-  ParameterState result = *this;
-  visit_tensors(result, [&](TensorView& tensor, int64_t group) {
-    if (!tensor.empty()) tensor = tensor.rows(begin / group, ceil_div(count, group));
-  });
-  return result;
-}
 
 int64_t StateStream::slot_bytes(const std::vector<int64_t>& tensors) {
   int64_t sum = 0;
@@ -49,7 +28,7 @@ StateStream::StateStream(const Arena& arena, std::vector<TensorView> slots, std:
   for (size_t i = 0; i < states_.size(); ++i) {
     first_part_.push_back(parts_.size());
     bool any_in_host_memory = false;
-    visit_tensors(states_[i], [&](const TensorView& tensor, int64_t) {
+    states_[i].visit([&](const TensorView& tensor, int64_t) {
       any_in_host_memory = any_in_host_memory || arena_.is_in_host_memory(tensor);
     });
     if (!any_in_host_memory) continue;
@@ -64,7 +43,7 @@ StateStream::StateStream(const Arena& arena, std::vector<TensorView> slots, std:
 ParameterState StateStream::place(const Part& part, size_t slot, std::vector<Carried>& carried) const {
   ParameterState state = states_[part.parameter].part(part.first, part.count);
   int64_t at = 0;
-  visit_tensors(state, [&](TensorView& tensor, int64_t) {
+  state.visit([&](TensorView& tensor, int64_t) {
     if (!arena_.is_in_host_memory(tensor)) return;
     PARKA_REQUIRE(at + tensor.bytes() <= slots_[slot].bytes());
     const TensorView host = tensor;

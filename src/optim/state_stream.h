@@ -8,20 +8,9 @@
 #include "core/tensor.h"
 #include "kernels/device/arena.h"
 #include "kernels/device/device.h"
-#include "kernels/ops/optimizer/adamw.h"
+#include "optim/rules/update_rule.h"
 
 namespace parka {
-
-// The state that the update of a parameter reads and writes beside its gradient; flat, of all or some of its
-// elements.
-struct ParameterState {
-  TensorView weight;
-  TensorView master;  // empty where the master form needs none
-  MomentView exp_avg, exp_avg_sq;
-
-  // Elements [begin, begin + count). `begin` is a multiple of kMomentGroup.
-  ParameterState part(int64_t begin, int64_t count) const;
-};
 
 // Carries what parameters have in host memory through buffers on the device, where they are updated, and back: part
 // after part of a parameter, in a ring of buffers. While one part is updated, the next ones come in and the last

@@ -84,8 +84,8 @@ struct Whole {
   Whole(Device& device, const TrainingRun& run) {
     for (size_t i = 0; i < run.optimizer().parameters().size(); ++i) {
       masters.push_back(master_weight(device, run.optimizer(), i, run.model().weights().own()[i]));
-      exp_avg.push_back(decoded(run.optimizer().exp_avg(i)));
-      exp_avg_sq.push_back(decoded(run.optimizer().exp_avg_sq(i)));
+      exp_avg.push_back(decoded(run.optimizer().state(i, 0)));
+      exp_avg_sq.push_back(decoded(run.optimizer().state(i, 1)));
     }
   }
 };
@@ -124,8 +124,8 @@ TEST_CASE("a run goes on with other formats of masters and moments", "[engine][c
       for (float& x : wanted) x = held_by(to.master, x);
       CHECK(same(after.masters[i], wanted));
       const Optimizer& optimizer = converted.optimizer();
-      CHECK(same(after.exp_avg[i], stored_as(optimizer.exp_avg(i), before.exp_avg[i], false)));
-      CHECK(same(after.exp_avg_sq[i], stored_as(optimizer.exp_avg_sq(i), before.exp_avg_sq[i], true)));
+      CHECK(same(after.exp_avg[i], stored_as(optimizer.state(i, 0), before.exp_avg[i], false)));
+      CHECK(same(after.exp_avg_sq[i], stored_as(optimizer.state(i, 1), before.exp_avg_sq[i], true)));
     }
     CHECK(converted.step()->loss == Approx(run.step()->loss).epsilon(0.01));
 
@@ -198,7 +198,7 @@ TEST_CASE("states of any number of ranks are converted to the same values", "[en
     const Whole before(*device, one), after(*device, converted);
     CHECK((before.masters != after.masters));  // 24 bits
     for (size_t i = 0; i < before.masters.size(); ++i) {
-      CHECK(same(after.exp_avg_sq[i], stored_as(converted.optimizer().exp_avg_sq(i), before.exp_avg_sq[i], true)));
+      CHECK(same(after.exp_avg_sq[i], stored_as(converted.optimizer().state(i, 1), before.exp_avg_sq[i], true)));
     }
     ThreadRanks(2).run([&](Communicator& communicator) {
       const auto of_rank = make_cpu_device();

@@ -354,10 +354,10 @@ TEST_CASE("quartiles of k are those of the groups", "[engine][telemetry]") {
   model.num_layers = 1;
   const ParameterTable table = make_parameter_table(model, false);
   TelemetryReport report;
-  report.moments.resize(2 * table.all.size());
-  for (TelemetryReport::Moment& moment : report.moments) {
-    moment = {};
-    moment.smallest_amax = INFINITY;
+  for (const char* name : {"exp_avg", "exp_avg_sq"}) {
+    for (size_t i = 0; i < table.all.size(); ++i) {
+      report.moments.push_back({.parameter = i, .name = name, .smallest_amax = INFINITY});
+    }
   }
   // The embedding's first moment: 1, 2, 2, 3, 10. Its second: no group that is not zeros.
   TelemetryReport::Moment& first = report.moments[0];

@@ -131,7 +131,7 @@ struct StreamRun {
     for (size_t i = 0; i < 3; ++i) {
       const auto values = random_normal(numel, i);
       device.copy_to_device((*arena)[weights[i]].data, values.data(), 4 * numel);
-      states.push_back({(*arena)[weights[i]], (*arena)[masters[i]], {}, {}});
+      states.push_back({(*arena)[weights[i]], (*arena)[masters[i]]});
     }
     stream = std::make_unique<StateStream>(*arena, std::move(slots), std::move(states), part);
   }

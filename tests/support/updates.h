@@ -9,7 +9,7 @@
 namespace parka {
 
 // The parts of an update of one rank, which sums over none.
-inline PendingStep queue_step(Optimizer& optimizer, Device& device, const Optimizer::Update& update) {
+inline PendingStep queue_step(Optimizer& optimizer, Device& device, const Update& update) {
   optimizer.begin_update(device);
   optimizer.queue_squares(device);
   optimizer.queue_coefficient(device, update.step, {});
@@ -18,7 +18,7 @@ inline PendingStep queue_step(Optimizer& optimizer, Device& device, const Optimi
 }
 
 // The same of one unit, where gradients are released, between begin_update() and end_step().
-inline void queue_unit(Optimizer& optimizer, Device& device, const Optimizer::Update& update, int unit) {
+inline void queue_unit(Optimizer& optimizer, Device& device, const Update& update, int unit) {
   optimizer.queue_squares(device, unit);
   optimizer.queue_coefficient(device, update.step, {}, unit);
   for (size_t i = 0; i < optimizer.parameters().size(); ++i) {

@@ -8,6 +8,7 @@
 #include <span>
 #include <string_view>
 
+#include <fmt/format.h>
 #include <fmt/ranges.h>
 
 #include "core/tensor.h"
@@ -17,8 +18,7 @@
 namespace parka {
 namespace {
 
-constexpr std::string_view kMaster = ".master", kExpAvg = ".exp_avg", kExpAvgSq = ".exp_avg_sq";
-constexpr std::string_view kAmax = ".amax", kExponent = ".exponent";
+constexpr std::string_view kMaster = ".master", kAmax = ".amax", kExponent = ".exponent";
 
 void require_finite(const LoadedCheckpoint& checkpoint, const std::string& name, std::span<const float> values) {
   if (all_finite(values)) return;
@@ -113,15 +113,20 @@ void store(Device& cpu, Device& device, std::vector<float> values, bool is_secon
   upload(stored.exponent, moment.exponent, first / kMomentGroup);
 }
 
-void convert_moment(const LoadedCheckpoint& checkpoint, Device& cpu, Device& device, const ParameterInfo& parameter,
-                    ElementRange own, std::string_view suffix, const MomentView& moment) {
+std::string name_of(const ParameterInfo& parameter, const StateKind& kind) {
+  return fmt::format("{}.{}", parameter.name, kind.name);
+}
+
+void convert_state(const LoadedCheckpoint& checkpoint, Device& cpu, Device& device, const ParameterInfo& parameter,
+                   const StateKind& kind, const MomentView& moment) {
   constexpr int64_t kPiece = CheckpointWeights::kMaxElements;
   static_assert(kPiece % kMomentGroup == 0);
+  const ElementRange own = parameter.own_elements();
   PARKA_REQUIRE(own.begin % kMomentGroup == 0);
-  const SavedMoment saved(checkpoint, parameter.name + std::string(suffix), parameter.numel());
+  const SavedMoment saved(checkpoint, name_of(parameter, kind), parameter.numel());
   for (int64_t begin = own.begin; begin < own.end; begin += kPiece) {
     const ElementRange piece = {begin, std::min(begin + kPiece, own.end)};
-    store(cpu, device, saved.read(cpu, piece), suffix == kExpAvgSq, moment, begin - own.begin);
+    store(cpu, device, saved.read(cpu, piece), kind.is_second, moment, begin - own.begin);
   }
 }
 
@@ -137,15 +142,16 @@ StateConversion::StateConversion(const LoadedCheckpoint& checkpoint, const Optim
     if (saved == nullptr || own == formats.end()) return saved != nullptr || own != formats.end();
     return saved->dtype != own->second;
   };
-  for (const ParameterInfo& p : optimizer.parameters()) {
+  for (size_t i = 0; i < optimizer.parameters().size(); ++i) {
+    const ParameterInfo& p = optimizer.parameters()[i];
     if (!p.trainable) continue;
     const std::string master = p.name + std::string(kMaster);
     const SafetensorsEntry* const saved = checkpoint.find(master);
     const bool is_apart = saved != nullptr && saved->dtype == DType::kF32;
     if (differs(master) && (may_round || is_apart)) covered_.insert({p.name, master});
     if (!may_round) continue;
-    for (const std::string_view moment : {kExpAvg, kExpAvgSq}) {
-      const std::string name = p.name + std::string(moment);
+    for (const StateKind& kind : optimizer.kinds(i)) {
+      const std::string name = name_of(p, kind);
       const std::string parts[] = {name, name + std::string(kAmax), name + std::string(kExponent)};
       if (std::ranges::any_of(parts, differs)) covered_.insert(std::begin(parts), std::end(parts));
     }
@@ -161,19 +167,17 @@ void StateConversion::run(Device& device, Optimizer& optimizer) const {
   const CheckpointWeights weights(checkpoint_, trained);
   for (size_t i = 0; i < parameters.size(); ++i) {
     const ParameterInfo& p = parameters[i];
-    const ElementRange own = optimizer.parameters()[i].own_elements();
+    const ElementRange own = p.own_elements();
     if (covers(p.name)) {
       weights.read(p, own, WeightForm::kMaster, [&](int64_t first, std::span<const float> values) {
         require_finite(checkpoint_, p.name, values);
         optimizer.set_weight(device, i, values, first - own.begin);
       });
     }
-    const auto convert = [&](std::string_view suffix, const MomentView& moment) {
-      if (covers(p.name + std::string(suffix))) convert_moment(checkpoint_, *cpu, device, p, own, suffix, moment);
-    };
-    if (!p.trainable) continue;
-    convert(kExpAvg, optimizer.exp_avg(i));
-    convert(kExpAvgSq, optimizer.exp_avg_sq(i));
+    for (size_t k = 0; k < optimizer.kinds(i).size(); ++k) {
+      const StateKind& kind = optimizer.kinds(i)[k];
+      if (covers(name_of(p, kind))) convert_state(checkpoint_, *cpu, device, p, kind, optimizer.state(i, k));
+    }
   }
 }
 

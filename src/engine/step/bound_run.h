@@ -28,7 +28,7 @@ class ReleasedUpdates final : public UnitHooks {
   }
 
   struct Arguments {
-    Optimizer::Update update;
+    Update update;
     std::function<void(size_t parameter)> before_update;  // called before the update of each parameter is queued
   };
   // The next micro-batch makes this update. One without leaves all weights as they are.

@@ -77,7 +77,7 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
                 /*is_alone=*/config.training.global_batch_size == config.training.micro_batch_size &&
                     config.distributed.context_parallel == 1),
       checks(config.reliability, model.parameters().all.size(), plan) {
-  if (config.telemetry.interval > 0) telemetry.emplace(config, model, plan);
+  if (config.telemetry.interval > 0) telemetry.emplace(config, model, optimizer, plan);
   if (workspace_bytes > 0) workspace = plan.add(kWorkspaceCategory, "op_workspace", DType::kU8, {workspace_bytes});
   if (device == DeviceKind::kCuda && zero.shards_gradients()) {
     // For what other ranks have of all gradients of a unit, so that none has to wait for the sum of another.

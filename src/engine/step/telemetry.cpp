@@ -4,6 +4,7 @@
 #include <cmath>
 #include <cstring>
 #include <limits>
+#include <map>
 #include <numeric>
 #include <set>
 #include <string_view>
@@ -103,22 +104,18 @@ void add_moment(const TelemetryReport::Moment* moment, ordered_json& record) {
 // By kind of parameter: of those of which any is trained, in every block.
 ordered_json moment_records(const std::vector<TelemetryReport::Moment>& moments, const ParameterTable& table) {
   ordered_json records = ordered_json::object();
-  if (moments.empty()) return records;
-  const std::vector<int> trained = table.trained();
-  const size_t of_each = moments.size() / trained.size();
-  std::vector<const TelemetryReport::Moment*> first_of(table.all.size());
-  std::set<std::string, std::less<>> kinds;
-  for (size_t i = 0; i < trained.size(); ++i) {
-    const auto parameter = static_cast<size_t>(trained[i]);
-    first_of[parameter] = &moments[i * of_each];
-    kinds.emplace(kind_of(table.all[parameter].name));
+  std::map<std::pair<size_t, std::string_view>, const TelemetryReport::Moment*> by_parameter;
+  std::map<std::string, std::set<std::string>, std::less<>> names;  // of the states of each kind
+  for (const TelemetryReport::Moment& moment : moments) {
+    by_parameter[{moment.parameter, moment.name}] = &moment;
+    names[std::string(kind_of(table.all[moment.parameter].name))].insert(moment.name);
   }
   for (size_t parameter = 0; parameter < table.all.size(); ++parameter) {
-    const std::string kind(kind_of(table.all[parameter].name));
-    if (!kinds.contains(kind)) continue;
-    const TelemetryReport::Moment* first = first_of[parameter];
-    for (size_t i = 0; i < of_each; ++i) {
-      add_moment(first == nullptr ? nullptr : first + i, records[kind][i == 0 ? "exp_avg" : "exp_avg_sq"]);
+    const auto kind = names.find(kind_of(table.all[parameter].name));
+    if (kind == names.end()) continue;
+    for (const std::string& name : kind->second) {
+      const auto found = by_parameter.find({parameter, name});
+      add_moment(found == by_parameter.end() ? nullptr : found->second, records[kind->first][name]);
     }
   }
   return records;
@@ -179,14 +176,17 @@ TelemetryReport PendingTelemetry::wait() {
   return std::move(report_);
 }
 
-Telemetry::Telemetry(const Config& config, Model& model, MemoryPlan& plan)
+Telemetry::Telemetry(const Config& config, Model& model, const Optimizer& optimizer, MemoryPlan& plan)
     : interval_(config.telemetry.interval),
-      tokens_(std::min(config.micro_batch_shape().num_tokens(), Model::kTelemetryRows)),
-      trained_(model.parameters().trained()) {
+      tokens_(std::min(config.micro_batch_shape().num_tokens(), Model::kTelemetryRows)) {
   model.declare_telemetry(plan);
   if (config.optimizer.states != StateFormat::kFp8Expanded) return;
-  const int64_t of_each = is_float8(config.optimizer.exp_avg_sq_format) ? 2 : 1;
-  const int64_t moments = of_each * static_cast<int64_t>(trained_.size());
+  for (size_t i = 0; i < optimizer.parameters().size(); ++i) {
+    for (size_t k = 0; k < optimizer.kinds(i).size(); ++k) {
+      if (is_float8(optimizer.kinds(i)[k].format)) moments_.emplace_back(i, k);
+    }
+  }
+  const auto moments = static_cast<int64_t>(moments_.size());
   counts_id_ = plan.add("telemetry", "moment_exponents", DType::kI32, {moments, kNumMomentExponents});
   amax_id_ = plan.add("telemetry", "moment_amax", DType::kF32, {moments, 2});
 }
@@ -209,12 +209,10 @@ PendingTelemetry Telemetry::queue(Device& device, const Model& model, const Opti
   report.attention.resize(static_cast<size_t>(attention.dim[0]));
   if (counts_.empty()) return {std::move(report), read(tensors), read(attention), nullptr, nullptr};
 
-  report.moments.resize(static_cast<size_t>(counts_.dim[0]));
-  const int64_t of_each = counts_.dim[0] / static_cast<int64_t>(trained_.size());
   for (int64_t i = 0; i < counts_.dim[0]; ++i) {
-    const auto parameter = static_cast<size_t>(trained_[static_cast<size_t>(i / of_each)]);
-    const bool is_first = i % of_each == 0;
-    moment_statistics(device, {.moment = is_first ? optimizer.exp_avg(parameter) : optimizer.exp_avg_sq(parameter),
+    const auto [parameter, kind] = moments_[static_cast<size_t>(i)];
+    report.moments.push_back({.parameter = parameter, .name = std::string(optimizer.kinds(parameter)[kind].name)});
+    moment_statistics(device, {.moment = optimizer.state(parameter, kind),
                                .counts = counts_.rows(i, 1).reshaped({kNumMomentExponents}),
                                .amax = amax_.rows(i, 1).reshaped({2})});
   }

@@ -20,14 +20,16 @@ namespace parka {
 // Statistics of quantization and attention in one step. docs/telemetry.md says what the numbers tell.
 struct TelemetryReport {
   struct Moment {
-    std::array<int32_t, kNumMomentExponents> counts;  // as moment_statistics leaves them
-    float smallest_amax, largest_amax;
+    size_t parameter = 0;
+    std::string name = {};                                 // of the StateKind
+    std::array<int32_t, kNumMomentExponents> counts = {};  // as moment_statistics leaves them
+    float smallest_amax = 0, largest_amax = 0;
   };
   int64_t tokens = 0;  // of the micro-batch that activations and gradients were sampled from
   std::vector<QuantizationTotals>
       tensors;                             // [blocks][kNumQuantizedTensors], no elements where not in FP8; or empty
   std::vector<AttentionTotals> attention;  // [blocks]
-  std::vector<Moment> moments;             // [trained parameters][those with range expansion: first, second]
+  std::vector<Moment> moments;             // those with range expansion, in the order of parameters
 };
 
 // How far the score gradients of a row of a block's attention are from adding up to zero, relative to the products
@@ -60,7 +62,7 @@ class PendingTelemetry {
 class Telemetry {
  public:
   // Declares what it and the model need in category "telemetry".
-  Telemetry(const Config& config, Model& model, MemoryPlan& plan);
+  Telemetry(const Config& config, Model& model, const Optimizer& optimizer, MemoryPlan& plan);
   void bind(const Arena& arena);
 
   bool is_due(int64_t step) const { return step % interval_ == 0; }
@@ -70,7 +72,8 @@ class Telemetry {
  private:
   int64_t interval_;
   int64_t tokens_;
-  std::vector<int> trained_;      // parameters
+  // The parameter and the state's number of each moment.
+  std::vector<std::pair<size_t, size_t>> moments_;
   TensorId counts_id_, amax_id_;  // of all moments; invalid without range expansion
   TensorView counts_, amax_;      // int32 [moments, kNumMomentExponents], fp32 [moments, 2]
 };
