@@ -50,6 +50,8 @@ struct ParameterInfo {
   double lr_factor = 1;  // its learning rate, relative to that of the run
   // Other than kCompute: its codes are all that is stored, whole on every rank.
   BaseFormat base = BaseFormat::kCompute;
+  // The rows of each matrix where several are stored one below the other: of q, k and v. Empty: it is one.
+  std::vector<int64_t> fused_rows = {};
 
   int64_t numel() const { return rows * cols; }
   // The elements that this rank updates: all, or its piece.

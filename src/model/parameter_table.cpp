@@ -181,8 +181,12 @@ std::vector<int> ParameterTable::trained() const {
   return members;
 }
 
-void ParameterList::add_adapters(const std::string& prefix, const std::string& layer, int64_t cols,
+void ParameterList::add_matrices(const std::string& prefix, const std::string& layer, int64_t cols,
                                  std::initializer_list<Part> parts) {
+  if (parts.size() > 1) {
+    PARKA_REQUIRE(all_.back().name == layer);
+    for (const Part& part : parts) all_.back().fused_rows.push_back(part.rows);
+  }
   int64_t first_row = 0;
   for (const Part& part : parts) {
     if (lora_.rank > 0 && std::ranges::count(lora_.targets, part.target) > 0) {

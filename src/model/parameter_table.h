@@ -77,13 +77,14 @@ class ParameterList {
 
   // Throws Error(kBadInput) where there are more than 1e13 elements by then.
   void add(std::string name, int64_t rows, int64_t cols, ParameterRole role, bool decayed, double initial_std);
-  // Adapters of those of a linear layer's parts that are targets. `prefix` is that of the names of the block's
-  // parameters, `layer` and `cols` are those of the layer's weight.
+  // Says of which matrices a weight consists, which was added last if they are several, and adds the adapters of
+  // those that are targets. `prefix` is that of the names of the block's parameters, `layer` and `cols` are those
+  // of the weight.
   struct Part {
     const char* target;  // transformers' name
     int64_t rows;        // after those of the parts before
   };
-  void add_adapters(const std::string& prefix, const std::string& layer, int64_t cols,
+  void add_matrices(const std::string& prefix, const std::string& layer, int64_t cols,
                     std::initializer_list<Part> parts);
   // Parameters that are added from here on belong to the next unit.
   void begin_unit() { ++unit_; }

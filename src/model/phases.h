@@ -23,6 +23,7 @@ enum Phase : PhaseMask {
   kBackwardNorm = 1u << 12,  // of both halves
   kRerun = 1u << 13,         // recompute = block: the block's forward again, inside backward
   kEvaluation = 1u << 14,    // between steps, with another precision than training's
+  kUpdate = 1u << 15,        // of weights, after backward
 };
 inline constexpr PhaseMask kBlockForward = kForwardAttention | kForwardFfn;
 // The phases in which linear layers go backward.

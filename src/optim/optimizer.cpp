@@ -41,7 +41,15 @@ void upload_each(Device& device, std::span<const float> values, const TensorView
 constexpr int64_t kNumStepScalars = 3;     // beside the squares of every parameter: their sum, loss, coefficient
 constexpr int64_t kNumReleaseScalars = 3;  // squares of the step before, own loss, squares of a unit
 
-void check_config(const OptimizerConfig& config, DType compute) {
+void check_config(const OptimizerConfig& config, DType compute, const std::vector<ParameterInfo>& parameters) {
+  const auto is_muons = [&](const ParameterInfo& p) {
+    return p.trainable && rule_of(config, p) == UpdateRule::kMuon;
+  };
+  if (config.kind == OptimizerKind::kMuon && std::ranges::none_of(parameters, is_muons)) {
+    throw_bad_input(
+        "optimizer.kind = muon updates matrices of blocks, and none of them is trained; set it to adamw, which adapters, "
+        "side networks and embeddings have");
+  }
   if ((config.master == MasterForm::kNone) != (compute == DType::kF32)) {
     throw_bad_input("optimizer.master = {} does not fit {} weights: none is for fp32, the other forms are for bf16",
                     name_of(config.master), name_of(compute));
@@ -54,13 +62,15 @@ void check_config(const OptimizerConfig& config, DType compute) {
 }  // namespace
 
 Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters,
-                     MemoryPlan& plan, bool is_alone, int64_t part_elements)
+                     MemoryPlan& plan, bool is_alone, int64_t part_elements, PhaseMask update_phases)
     : config_(config),
       compute_(compute),
       is_alone_(is_alone),
       parameters_(std::move(parameters)),
-      part_elements_(part_elements) {
-  check_config(config_, compute_);
+      part_elements_(part_elements),
+      matrices_(config_, parameters_, plan, update_phases),
+      groups_(matrices_.groups()) {
+  check_config(config_, compute_, parameters_);
   for (const ParameterInfo& p : parameters_) {
     shares_states_ |= p.placement.states.size > 1;
     shards_gradients_ |= p.placement.gradient.size > 1;
@@ -77,6 +87,12 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
       ids_[i].states[kind] = declare_state(p, kinds_[i][kind], plan);
     }
   }
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const ParameterInfo& p = parameters_[i];
+    if (p.trainable && p.own_elements().size() > 0 && rule_of(config_, p) == UpdateRule::kAdamw)
+      groups_.push_back({.unit = p.unit, .parameters = {i}});
+  }
+  if (releases_gradients()) std::ranges::stable_sort(groups_, std::greater(), &UpdateGroup::unit);
   if (shares_gradient_buffers()) declare_gradient_buffers(plan);
   declare_stream_buffers(plan);
   const int64_t more = kNumStepScalars + (releases_gradients() ? kNumReleaseScalars : 0);
@@ -156,8 +172,10 @@ size_t Optimizer::num_stream_buffers() const {
   if (!releases_gradients()) return StateStream::kLeastSlots;
   std::map<int, int64_t> parts;  // of each unit
   for (const ParameterInfo& p : parameters_) {
-    if (p.trainable && state_place(p) == MemoryPlace::kHost)
-      parts[p.unit] += ceil_div(p.placement.states.piece(p.numel()), part_elements_);
+    if (p.trainable && state_place(p) == MemoryPlace::kHost) {
+      const int64_t passes = rule_of(config_, p) == UpdateRule::kMuon ? 2 : 1;
+      parts[p.unit] += passes * ceil_div(p.placement.states.piece(p.numel()), part_elements_);
+    }
   }
   const int last = parameters_.back().unit;
   int64_t most = 0;
@@ -231,12 +249,7 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
       states_[i].states[kind] = {first(ids.values, count), first(ids.amax, groups), first(ids.exponent, groups)};
     }
   }
-  update_order_.clear();
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    if (parameters_[i].trainable && parameters_[i].own_elements().size() > 0) update_order_.push_back(i);
-  }
-  if (releases_gradients())
-    std::ranges::stable_sort(update_order_, std::greater(), [this](size_t i) { return parameters_[i].unit; });
+  matrices_.bind(arena);
   stream_ = slot_ids_.empty() ? nullptr : make_stream(arena);
   scalars_ = arena[scalars_id_];
   const auto count = static_cast<int64_t>(parameters_.size());
@@ -253,9 +266,26 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
 std::unique_ptr<StateStream> Optimizer::make_stream(const Arena& arena) const {
   std::vector<TensorView> slots;
   for (const TensorId id : slot_ids_) slots.push_back(arena[id]);
-  std::vector<ParameterState> states(parameters_.size());
-  for (const size_t i : update_order_) states[i] = states_[i];
+  std::vector<ParameterState> states(2 * parameters_.size());
+  for (const UpdateGroup& group : groups_) {
+    for (const size_t i : group.parameters) {
+      states[i] = states_[i];
+      if (group.owned.empty()) continue;
+      states[parameters_.size() + i].states = std::exchange(states[i].states, {});
+    }
+  }
   return std::make_unique<StateStream>(arena, std::move(slots), std::move(states), part_elements_);
+}
+
+std::vector<size_t> Optimizer::stream_order() const {
+  std::vector<size_t> order;
+  for (const UpdateGroup& group : groups_) {
+    if (!group.owned.empty()) {
+      for (const size_t i : group.parameters) order.push_back(parameters_.size() + i);
+    }
+    order.insert(order.end(), group.parameters.begin(), group.parameters.end());
+  }
+  return order;
 }
 
 void Optimizer::set_weight(Device& device, size_t i, std::span<const float> values, int64_t first) {
@@ -305,7 +335,7 @@ void Optimizer::open_gradient(Device& device, size_t i) const {
 
 void Optimizer::begin_update(Device& device) {
   PARKA_REQUIRE(states_.size() == parameters_.size());
-  if (stream_) stream_->begin(update_order_);  // the first parts come while the norm is found
+  if (stream_) stream_->begin(stream_order());  // the first parts come while the norm is found
   if (releases_gradients()) device.copy(loss_.data, own_loss_.data, loss_.bytes());
 }
 
@@ -374,18 +404,38 @@ void Optimizer::set_last_norm(Device& device, double norm) const {
   device.copy_to_device(total_squares_.data, &squares, sizeof(squares));
 }
 
-void Optimizer::queue_update(Device& device, const Update& update, size_t i) {
+template <typename Step>
+void Optimizer::for_each_part(const Update& update, size_t i, bool is_direction, const Step& step) {
   PARKA_REQUIRE(update.step >= 1);
-  if (parameters_[i].own_elements().size() == 0) return;
-  const auto step = [&](int64_t first, const ParameterState& part) {
+  const auto step_part = [&](int64_t first, const ParameterState& part) {
     const auto amax = weight_amax_.empty() ? weight_amax_ : weight_amax_.rows(static_cast<int64_t>(i), 1);
-    const TensorView gradient = gradient_pieces_[i].own.rows(first, part.weight.numel());
-    adamw(device, {config_, parameters_[i], update, first, part, gradient, clip_coefficient_, amax});
+    const TensorView gradient = gradient_pieces_[i].own.rows(first, part.numel());
+    step(RuleStep{config_, parameters_[i], update, first, part, gradient, clip_coefficient_, amax});
   };
   if (stream_) {
-    stream_->update(i, step);
+    stream_->update(is_direction ? parameters_.size() + i : i, step_part);
   } else {
-    step(0, states_[i]);
+    step_part(0, states_[i]);
+  }
+}
+
+void Optimizer::queue_directions(Device& device, const Update& update, const UpdateGroup& group) {
+  for (const size_t i : group.parameters) {
+    const TensorView direction = matrices_.direction(group, i);
+    for_each_part(update, i, /*is_direction=*/true,
+                  [&](const RuleStep& s) { muon_momentum(device, s, direction.rows(s.first, s.part.numel())); });
+  }
+}
+
+void Optimizer::queue_update(Device& device, const Update& update, const UpdateGroup& group) {
+  for (const size_t i : group.parameters) {
+    for_each_part(update, i, /*is_direction=*/false, [&](const RuleStep& s) {
+      if (group.owned.empty()) {
+        adamw(device, s);
+      } else {
+        muon(device, s, matrices_.direction(group, i).rows(s.first, s.part.numel()));
+      }
+    });
   }
 }
 

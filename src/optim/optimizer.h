@@ -12,6 +12,7 @@
 #include "core/parameter.h"
 #include "kernels/device/arena.h"
 #include "optim/optimizer_config.h"
+#include "optim/rules/muon.h"
 #include "optim/rules/update_rule.h"
 #include "optim/state_stream.h"
 
@@ -73,9 +74,12 @@ class Optimizer {
   // fp32 weights, all other forms bf16. `is_alone`: the run has one rank. With config.offload masters and moments
   // of matrices are in host memory, and there are buffers ("buffers for host memory") through which they pass,
   // `part_elements` of a parameter at a time. Weights that are in host memory, too (Placement::memory), pass
-  // with them.
+  // with them. What updates need beside these is alive in `update_phases`.
   Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters, MemoryPlan& plan,
-            bool is_alone = false, int64_t part_elements = StateStream::kPartElements);
+            bool is_alone = false, int64_t part_elements = StateStream::kPartElements,
+            PhaseMask update_phases = kAllPhases);
+  Optimizer(const Optimizer&) = delete;
+  Optimizer& operator=(const Optimizer&) = delete;
 
   // Takes the tensors from the arena; `weights[i]` is this rank's elements of what the model computes with for
   // parameters[i], in any shape; empty for coded ones (ParameterInfo::base). `weight_amax` [number of parameters]
@@ -137,11 +141,16 @@ class Optimizer {
   TensorView queue_squares(Device& device, int unit = kAllUnits);
   // 3. Queues the clipping coefficient.
   void queue_coefficient(Device& device, int64_t step, const StepLimits& limits, int unit = kAllUnits);
-  // 4. Queues the update of this rank's part of a parameter, for each of update_order(), or each that is trained of
-  // the unit.
-  void queue_update(Device& device, const Update& update, size_t parameter);
-  // The parameters that this rank has a part of and updates.
-  const std::vector<size_t>& update_order() const { return update_order_; }
+  // 4. For each of groups(), or each of the unit: queues the directions of parameters whose matrices are
+  // orthogonalized, ...
+  void queue_directions(Device& device, const Update& update, const UpdateGroup& group);
+  // ... which go to the ranks that own them, a block of each row for each rank, ...
+  MatrixUpdates::Directions directions(const UpdateGroup& group) const { return matrices_.directions(group); }
+  // ... are orthogonalized there, ...
+  void orthogonalize(Device& device, const UpdateGroup& group) { matrices_.orthogonalize(device, group); }
+  // ... and come back; then the update of this rank's part of each parameter.
+  void queue_update(Device& device, const Update& update, const UpdateGroup& group);
+  const std::vector<UpdateGroup>& groups() const { return groups_; }
   // 5. The optimizer must outlive the result.
   PendingStep end_step(Device& device);
   // The global norm of the newest step, which gives the coefficient of the next: 0, which clips nothing, of a run
@@ -164,6 +173,7 @@ class Optimizer {
   const MomentView& state(size_t i, size_t kind) const { return states_.at(i).states.at(kind); }
 
   const std::vector<ParameterInfo>& parameters() const { return parameters_; }
+  const OptimizerConfig& config() const { return config_; }
 
  private:
   struct MomentIds {
@@ -186,7 +196,13 @@ class Optimizer {
   void declare_stream_buffers(MemoryPlan& plan);
   size_t num_stream_buffers() const;
   MemoryPlace state_place(const ParameterInfo& parameter) const;
+  // The entries of the stream: of each parameter what its update takes, and after those of all parameters what
+  // its direction takes.
   std::unique_ptr<StateStream> make_stream(const Arena& arena) const;
+  std::vector<size_t> stream_order() const;
+  // Calls step(RuleStep) for this rank's elements of parameter i, part after part where they pass through buffers.
+  template <typename Step>
+  void for_each_part(const Update& update, size_t i, bool is_direction, const Step& step);
   TensorId declare_master(const ParameterInfo& parameter, MemoryPlan& plan) const;
 
   OptimizerConfig config_;
@@ -203,9 +219,10 @@ class Optimizer {
   TensorView weight_amax_;
   std::vector<TensorView> gradients_;
   std::vector<GradientPieces> gradient_pieces_;
-  std::vector<ParameterState> states_;   // this rank's, flat
-  std::vector<TensorId> slot_ids_;       // none where nothing is in host memory
-  std::vector<size_t> update_order_;     // parameters that this rank updates, none of them frozen
+  std::vector<ParameterState> states_;  // this rank's, flat
+  std::vector<TensorId> slot_ids_;      // none where nothing is in host memory
+  MatrixUpdates matrices_;
+  std::vector<UpdateGroup> groups_;
   std::unique_ptr<StateStream> stream_;  // null where nothing is in host memory
   // fp32: the sum of squares of each gradient (0 of frozen parameters), then that of all, the loss and the clipping
   // coefficient. If gradients are released, there follow the squares of the step before, this rank's loss, and

@@ -6,6 +6,7 @@
 #include "core/config_fields.h"
 #include "core/dtype.h"
 #include "kernels/ops/optimizer/adamw.h"
+#include "kernels/ops/optimizer/muon.h"
 
 namespace parka {
 
@@ -44,7 +45,12 @@ inline bool is_float8(StateFormat format) {
   return format == StateFormat::kFp8 || format == StateFormat::kFp8Expanded;
 }
 
+// Muon orthogonalizes the momentum of each matrix of a block; AdamW updates the rest.
+enum class OptimizerKind : uint8_t { kAdamw, kMuon };
+
 struct OptimizerConfig {
+  OptimizerKind kind = OptimizerKind::kAdamw;
+  Orthogonalization orthogonalization = Orthogonalization::kNewtonSchulz;
   double lr = 4e-4;
   double beta1 = 0.9;
   double beta2 = 0.95;
@@ -69,6 +75,12 @@ struct OptimizerConfig {
   template <typename Visitor>
   void fields(Visitor& visit) {
     constexpr RealRange decay_rate{0.0, 1.0, /*max_excluded=*/true};
+    visit(
+        "kind", kind,
+        "adamw, or muon: matrices of blocks by Muon, whose updates have AdamW's size (Moonlight), the rest by AdamW",
+        kHashed | kConvertedOnResume | kStepTime);
+    visit("orthogonalization", orthogonalization,
+          "For kind = muon, the coefficients of its five steps: newton_schulz or polar_express", kHashed);
     visit("lr", lr, "Peak learning rate", RealRange{}, kHashed);
     visit("beta1", beta1, "Decay of the first moment", decay_rate, kHashed);
     visit("beta2", beta2, "Decay of the second moment", decay_rate, kHashed);
@@ -115,6 +127,16 @@ struct OptimizerConfig {
   }
 };
 
+template <>
+struct EnumNames<OptimizerKind> {
+  static constexpr EnumName<OptimizerKind> kAll[] = {{OptimizerKind::kAdamw, "adamw"},
+                                                     {OptimizerKind::kMuon, "muon"}};
+};
+template <>
+struct EnumNames<Orthogonalization> {
+  static constexpr EnumName<Orthogonalization> kAll[] = {{Orthogonalization::kNewtonSchulz, "newton_schulz"},
+                                                         {Orthogonalization::kPolarExpress, "polar_express"}};
+};
 template <>
 struct EnumNames<ScheduleKind> {
   static constexpr EnumName<ScheduleKind> kAll[] = {{ScheduleKind::kCosine, "cosine"},

@@ -32,7 +32,7 @@ StateStream::StateStream(const Arena& arena, std::vector<TensorView> slots, std:
       any_in_host_memory = any_in_host_memory || arena_.is_in_host_memory(tensor);
     });
     if (!any_in_host_memory) continue;
-    const int64_t numel = states_[i].weight.numel();
+    const int64_t numel = states_[i].numel();
     for (int64_t first = 0; first < numel; first += part_elements) {
       parts_.push_back({i, first, std::min(part_elements, numel - first)});
     }

@@ -8,12 +8,20 @@
 
 namespace parka {
 
+inline void queue_group(Optimizer& optimizer, Device& device, const Update& update, const UpdateGroup& group) {
+  if (!group.owned.empty()) {
+    optimizer.queue_directions(device, update, group);
+    optimizer.orthogonalize(device, group);
+  }
+  optimizer.queue_update(device, update, group);
+}
+
 // The parts of an update of one rank, which sums over none.
 inline PendingStep queue_step(Optimizer& optimizer, Device& device, const Update& update) {
   optimizer.begin_update(device);
   optimizer.queue_squares(device);
   optimizer.queue_coefficient(device, update.step, {});
-  for (const size_t i : optimizer.update_order()) optimizer.queue_update(device, update, i);
+  for (const UpdateGroup& group : optimizer.groups()) queue_group(optimizer, device, update, group);
   return optimizer.end_step(device);
 }
 
@@ -21,10 +29,8 @@ inline PendingStep queue_step(Optimizer& optimizer, Device& device, const Update
 inline void queue_unit(Optimizer& optimizer, Device& device, const Update& update, int unit) {
   optimizer.queue_squares(device, unit);
   optimizer.queue_coefficient(device, update.step, {}, unit);
-  for (size_t i = 0; i < optimizer.parameters().size(); ++i) {
-    if (optimizer.parameters()[i].trainable && optimizer.parameters()[i].unit == unit) {
-      optimizer.queue_update(device, update, i);
-    }
+  for (const UpdateGroup& group : optimizer.groups()) {
+    if (group.unit == unit) queue_group(optimizer, device, update, group);
   }
 }
 

@@ -150,12 +150,30 @@ StateConversion::StateConversion(const LoadedCheckpoint& checkpoint, const Optim
     const bool is_apart = saved != nullptr && saved->dtype == DType::kF32;
     if (differs(master) && (may_round || is_apart)) covered_.insert({p.name, master});
     if (!may_round) continue;
-    for (const StateKind& kind : optimizer.kinds(i)) {
-      const std::string name = name_of(p, kind);
-      const std::string parts[] = {name, name + std::string(kAmax), name + std::string(kExponent)};
-      if (std::ranges::any_of(parts, differs)) covered_.insert(std::begin(parts), std::end(parts));
+    const UpdateRule own_rule = rule_of(optimizer.config(), p);
+    const auto has_states_of = [&](UpdateRule rule) {
+      return std::ranges::any_of(state_kinds(optimizer.config(), rule), [&](const StateKind& kind) {
+        return checkpoint.find(name_of(p, kind)) != nullptr;
+      });
+    };
+    const bool is_of_other_rule = !has_states_of(own_rule) && std::ranges::any_of(kUpdateRules, has_states_of);
+    for (const UpdateRule rule : kUpdateRules) {
+      for (const StateKind& kind : state_kinds(optimizer.config(), rule)) {
+        const std::string name = name_of(p, kind);
+        const std::string parts[] = {name, name + std::string(kAmax), name + std::string(kExponent)};
+        if (!std::ranges::any_of(parts, differs)) continue;
+        covered_.insert(std::begin(parts), std::end(parts));
+        if (is_of_other_rule && rule == own_rule) zeroed_[std::string(kind.name)].insert(name);
+      }
     }
   }
+}
+
+std::vector<std::string> StateConversion::zeroed() const {
+  std::vector<std::string> lines;
+  for (const auto& [state, names] : zeroed_)
+    lines.push_back(fmt::format("{} of {} parameters begins at zero", state, names.size()));
+  return lines;
 }
 
 void StateConversion::run(Device& device, Optimizer& optimizer) const {
@@ -176,7 +194,10 @@ void StateConversion::run(Device& device, Optimizer& optimizer) const {
     }
     for (size_t k = 0; k < optimizer.kinds(i).size(); ++k) {
       const StateKind& kind = optimizer.kinds(i)[k];
-      if (covers(name_of(p, kind))) convert_state(checkpoint_, *cpu, device, p, kind, optimizer.state(i, k));
+      const std::string name = name_of(p, kind);
+      const auto zeroed = zeroed_.find(kind.name);
+      const bool begins_at_zero = zeroed != zeroed_.end() && zeroed->second.contains(name);
+      if (covers(name) && !begins_at_zero) convert_state(checkpoint_, *cpu, device, p, kind, optimizer.state(i, k));
     }
   }
 }

@@ -235,6 +235,8 @@ void check_precision(const Config& c) {
            "needs a tower; set model.vision.tower, or compute here"},
           {p.tower == Storage::kFp8 && !gemm, "precision.tower", kNeedsGemm},
           {p.head == Storage::kFp8 && !gemm, "precision.head", kNeedsGemm},
+          {o.kind != OptimizerKind::kMuon && o.orthogonalization != OptimizerConfig().orthogonalization,
+           "optimizer.orthogonalization", "has no meaning without optimizer.kind = muon; set that, or remove it"},
           {p.save_silu && p.up_gate != Storage::kFp8, "precision.save_silu",
            "needs precision.up_gate = fp8; set that, or save_silu = false"},
           {fp32 && o.master != MasterForm::kNone, "optimizer.master",

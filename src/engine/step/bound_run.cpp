@@ -1,5 +1,6 @@
 #include "engine/step/bound_run.h"
 
+#include <algorithm>
 #include <vector>
 
 namespace parka {
@@ -7,6 +8,20 @@ namespace {
 
 // Stochastic rounding must not draw the numbers that initialization has drawn from training.seed.
 constexpr uint64_t kRoundingKey = 0x9e3779b97f4a7c15;
+
+// `exchange`: null where ranks exchange nothing.
+void queue_update(Device& device, Optimizer& optimizer, ParameterExchange* exchange, const Update& update,
+                  const UpdateGroup& group, const std::function<void(size_t parameter)>& before_update) {
+  if (before_update) std::ranges::for_each(group.parameters, before_update);
+  if (!group.owned.empty()) {
+    optimizer.queue_directions(device, update, group);
+    const auto [pieces, whole] = optimizer.directions(group);
+    if (exchange != nullptr) exchange->exchange_pieces(device, pieces, whole);
+    optimizer.orthogonalize(device, group);
+    if (exchange != nullptr) exchange->exchange_pieces(device, whole, pieces);
+  }
+  optimizer.queue_update(device, update, group);
+}
 
 }  // namespace
 
@@ -91,9 +106,9 @@ PendingStep BoundRun::update(int64_t update, double lr, const std::function<void
     exchange_->sum(device_, optimizer.step_loss(), Peers::kAll);
   }
   optimizer.queue_coefficient(device_, update, limits);
-  for (const size_t parameter : optimizer.update_order()) {
-    if (before_update) before_update(parameter);
-    optimizer.queue_update(device_, {.step = update, .lr = lr, .seed = rounding_seed()}, parameter);
+  for (const UpdateGroup& group : optimizer.groups()) {
+    queue_update(device_, optimizer, exchange_ ? &*exchange_ : nullptr,
+                 {.step = update, .lr = lr, .seed = rounding_seed()}, group, before_update);
   }
   return optimizer.end_step(device_);
 }
@@ -162,10 +177,10 @@ void ReleasedUpdates::update(Device& device, int unit) {
     const TensorView squares = optimizer_.queue_squares(device, unit);
     if (exchange_ != nullptr) exchange_->sum_of_pieces(device, squares);
     optimizer_.queue_coefficient(device, arguments_->update.step, {}, unit);
-    for (const int parameter : trained) {
-      const auto i = static_cast<size_t>(parameter);
-      if (arguments_->before_update) arguments_->before_update(i);
-      optimizer_.queue_update(device, arguments_->update, i);
+    // Also before those that other ranks alone update.
+    if (arguments_->before_update) std::ranges::for_each(trained, arguments_->before_update);
+    for (const UpdateGroup& group : optimizer_.groups()) {
+      if (group.unit == unit) queue_update(device, optimizer_, exchange_, arguments_->update, group, {});
     }
   }
   device.section(backward);

@@ -29,7 +29,7 @@ class ReleasedUpdates final : public UnitHooks {
 
   struct Arguments {
     Update update;
-    std::function<void(size_t parameter)> before_update;  // called before the update of each parameter is queued
+    std::function<void(size_t parameter)> before_update;  // called before the update of each trained one is queued
   };
   // The next micro-batch makes this update. One without leaves all weights as they are.
   void set_update(Arguments arguments) { arguments_ = std::move(arguments); }

@@ -5,6 +5,7 @@
 
 #include "core/error.h"
 #include "engine/step/recorded_step.h"
+#include "model/phases.h"
 
 namespace parka {
 namespace {
@@ -75,7 +76,9 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
             config.training.logits_chunk_tokens, Model::Use::kTraining, zero, plan, config.parameter_rules()),
       optimizer(config.optimizer, config.precision.compute, model.parameters().all, plan,
                 /*is_alone=*/config.training.global_batch_size == config.training.micro_batch_size &&
-                    config.distributed.context_parallel == 1),
+                    config.distributed.context_parallel == 1,
+                StateStream::kPartElements,
+                config.optimizer.release_gradients ? kStep | kUpdate : PhaseMask{kUpdate}),
       checks(config.reliability, model.parameters().all.size(), plan) {
   if (config.telemetry.interval > 0) telemetry.emplace(config, model, optimizer, plan);
   if (workspace_bytes > 0) workspace = plan.add(kWorkspaceCategory, "op_workspace", DType::kU8, {workspace_bytes});

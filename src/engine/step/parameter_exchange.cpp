@@ -179,6 +179,12 @@ void ParameterExchange::sum(Device& device, const TensorView& x, Peers peers) {
   wait(device, communicator_.last_queued(), "sums of numbers");
 }
 
+void ParameterExchange::exchange_pieces(Device& device, const TensorView& in, const TensorView& out) {
+  if (in.data == out.data) return;
+  communicator_.all_to_all(device, in, out, Peers::kShard);
+  wait(device, communicator_.last_queued(), "directions");
+}
+
 // Brings up to date what other ranks have changed of a unit that every rank has whole in host memory. This rank's
 // pieces go to the device, those of all come together there and go back.
 void ParameterExchange::share_in_host(Device& device, int unit) {

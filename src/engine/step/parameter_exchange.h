@@ -60,6 +60,9 @@ class ParameterExchange final : public UnitHooks {
   void sum_of_pieces(Device& device, const TensorView& x);
   // Replaces x by its sum over peers.
   void sum(Device& device, const TensorView& x, Peers peers);
+  // Block p of each row of `in` [rows, ranks that divide the states, n] goes to the rank at place p, and block p of
+  // `out` comes from it. Nothing is done where they are one tensor.
+  void exchange_pieces(Device& device, const TensorView& in, const TensorView& out);
   // After each rank has changed its own weights, with their maxima in ModelWeights::amax(): brings what it has of
   // the others' up to date, and FP8 copies.
   using Changed = ModelWeights::Changed;

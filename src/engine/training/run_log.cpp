@@ -1,7 +1,13 @@
 #include "engine/training/run_log.h"
 
+#include <map>
 #include <numeric>
+#include <regex>
 #include <string>
+#include <utility>
+#include <vector>
+
+#include <fmt/ranges.h>
 
 #include "core/error.h"
 #include "core/log/log.h"
@@ -18,6 +24,30 @@ namespace {
 std::string memory_text(int64_t bytes) {
   const double gb = 1e-9 * static_cast<double>(bytes);
   return gb < 0.1 ? fmt::format("{:.1f} MB", 1e3 * gb) : fmt::format("{:.2f} GB", gb);
+}
+
+// "blocks.*.qkv" of "blocks.3.qkv".
+std::string in_all_blocks(const std::string& name) {
+  static const std::regex number(R"(\.[0-9]+\.)");
+  return std::regex_replace(name, number, ".*.");
+}
+
+// The tensors that each rule updates: one line for all of one kind.
+void log_updates(const OptimizerConfig& config, const std::vector<ParameterInfo>& parameters) {
+  std::map<std::string, int64_t> tensors;
+  std::vector<std::pair<std::string, const ParameterInfo*>> kinds;
+  for (const ParameterInfo& p : parameters) {
+    if (!p.trainable) continue;
+    const std::string name = in_all_blocks(p.name);
+    if (tensors[name]++ == 0) kinds.emplace_back(name, &p);
+  }
+  for (const auto& [name, p] : kinds) {
+    const bool is_muon = rule_of(config, *p) == UpdateRule::kMuon;
+    const std::string apart =
+        p->fused_rows.empty() ? "" : fmt::format(", matrices of {} rows apart", fmt::join(p->fused_rows, ", "));
+    log_info("  {} {:<24} {} x [{}, {}]{}", is_muon ? "muon " : "adamw", name, tensors[name], p->rows, p->cols,
+             apart);
+  }
 }
 
 constexpr int64_t kLeastShown = 50'000;  // bytes: what is less would be 0.0 MB
@@ -38,6 +68,10 @@ void log_model(const TrainingRun& run, const ModelSpeed& speed) {
            format_count(speed.flop_per_token), speed.formula);
   if (speed.peak_flops > 0) {
     log_info("MFU is relative to a dense peak of {:.0f} TFLOP/s of each GPU", 1e-12 * speed.peak_flops);
+  }
+  if (run.optimizer().config().kind != OptimizerKind::kAdamw) {
+    log_info("update of each tensor:");
+    log_updates(run.optimizer().config(), table.all);
   }
   std::string parts;
   for (const auto& total : run.plan().summary()) {

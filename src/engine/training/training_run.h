@@ -192,7 +192,8 @@ class TrainingRun {
   std::string name_in_step(const std::string& tensor) const;
   void check_data(const LoadedCheckpoint& checkpoint, const SavedProgress& progress);
   void restore_base(const LoadedCheckpoint& checkpoint);
-  void read_tensors(const LoadedCheckpoint& checkpoint, bool converts_states);
+  // Returns which states begin at zero.
+  std::vector<std::string> read_tensors(const LoadedCheckpoint& checkpoint, bool converts_states);
   void stage(CheckpointContents& contents, const std::vector<TensorView>& parts);
   BeforeEvaluationBatch evaluation_batch(const BeforeEvaluationBatch& before_each);
   void initialize_one(size_t i);

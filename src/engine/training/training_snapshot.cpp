@@ -32,7 +32,9 @@ ResumeDifferences check_resumable(const LoadedCheckpoint& checkpoint, const Conf
   throw_bad_input(
       "{}: the checkpoint belongs to another config: {}; change it back, {}or train in another checkpoint.folder",
       checkpoint.path(), fmt::join(refused, "; "),
-      may_be_converted ? "go on with --convert-states, which rounds masters and moments to the new formats, " : "");
+      may_be_converted ? "go on with --convert-states, which rounds masters and states to the new formats, and "
+                         "begins those of another optimizer at zero, "
+                       : "");
 }
 
 // True if two values of checkpoint.init_from name the same, which may have moved to another folder.
@@ -299,7 +301,7 @@ void TrainingRun::restore_base(const LoadedCheckpoint& checkpoint) {
   if (!is_base && !is_same_source(source, given)) given = source;
 }
 
-void TrainingRun::read_tensors(const LoadedCheckpoint& checkpoint, bool converts_states) {
+std::vector<std::string> TrainingRun::read_tensors(const LoadedCheckpoint& checkpoint, bool converts_states) {
   const StateConversion conversion(checkpoint, declared_.optimizer, /*may_round=*/converts_states);
   std::unordered_map<std::string, NamedTensor> wanted;
   for (const NamedTensor& tensor : tensors()) {
@@ -335,6 +337,7 @@ void TrainingRun::read_tensors(const LoadedCheckpoint& checkpoint, bool converts
                            static_cast<int64_t>(bytes.size()));
   });
   conversion.run(device_, declared_.optimizer);
+  return conversion.zeroed();
 }
 
 std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint, bool converts_states) {
@@ -343,8 +346,9 @@ std::vector<std::string> TrainingRun::restore(const LoadedCheckpoint& checkpoint
   std::vector<std::string> differences = std::move(found.allowed);
   check_data(checkpoint, progress);
   restore_base(checkpoint);
-  read_tensors(checkpoint, !found.converted.empty());
   for (const std::string& of_states : found.converted) differences.push_back(of_states + ", converted");
+  for (std::string& state : read_tensors(checkpoint, !found.converted.empty()))
+    differences.push_back(std::move(state));
   completed_steps_ = checkpoint.step();
   hashed_step_ = -1;
   applied_steps_ = progress.applied_steps;

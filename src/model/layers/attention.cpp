@@ -16,7 +16,7 @@ void Attention::add_parameters(ParameterList& list, const ModelConfig& model, co
   const int64_t d = model.d_model;
   const int64_t keys = model.kv_heads() * model.head_dim();
   Linear::add_parameter(list, prefix + "qkv", model.d_qkv(), d, list.initial_std(d, 0));
-  list.add_adapters(prefix, prefix + "qkv", d, {{"q_proj", model.d_heads()}, {"k_proj", keys}, {"v_proj", keys}});
+  list.add_matrices(prefix, prefix + "qkv", d, {{"q_proj", model.d_heads()}, {"k_proj", keys}, {"v_proj", keys}});
   if (model.qkv_bias || model.is_encoder()) Linear::add_bias(list, prefix + "qkv", model.d_qkv());
   if (model.qk_norm != QkNormKind::kNone) {
     const bool full = model.qk_norm == QkNormKind::kFull;
@@ -29,7 +29,7 @@ void Attention::add_parameters(ParameterList& list, const ModelConfig& model, co
   }
   Linear::add_parameter(list, prefix + "attention_out", d, model.d_heads(), list.initial_std(d, depth));
   if (model.is_encoder()) Linear::add_bias(list, prefix + "attention_out", d);
-  list.add_adapters(prefix, prefix + "attention_out", model.d_heads(), {{"o_proj", d}});
+  list.add_matrices(prefix, prefix + "attention_out", model.d_heads(), {{"o_proj", d}});
 }
 
 Attention::Attention(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,

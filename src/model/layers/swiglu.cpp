@@ -20,9 +20,9 @@ void Swiglu::add_parameters(ParameterList& list, const ModelConfig& model, const
                             double depth) {
   const int64_t d = model.d_model, f = model.d_ffn;
   Linear::add_parameter(list, prefix + "up_gate", 2 * f, d, list.initial_std(d, 0));
-  list.add_adapters(prefix, prefix + "up_gate", d, {{"up_proj", f}, {"gate_proj", f}});
+  list.add_matrices(prefix, prefix + "up_gate", d, {{"up_proj", f}, {"gate_proj", f}});
   Linear::add_parameter(list, prefix + "down", d, f, list.initial_std(f, depth));
-  list.add_adapters(prefix, prefix + "down", f, {{"down_proj", d}});
+  list.add_matrices(prefix, prefix + "down", f, {{"down_proj", d}});
 }
 
 Swiglu::Swiglu(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,

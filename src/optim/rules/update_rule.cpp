@@ -18,13 +18,18 @@ DType state_dtype(StateFormat states, DType fp8) {
 
 }  // namespace
 
-UpdateRule rule_of(const OptimizerConfig&, const ParameterInfo&) { return UpdateRule::kAdamw; }
+// Embeddings, heads, norms, biases and what finetune.method adds are AdamW's, as in Moonlight.
+UpdateRule rule_of(const OptimizerConfig& config, const ParameterInfo& parameter) {
+  const bool is_matrix = parameter.is_of_block() && parameter.rows > 1 && parameter.cols > 1;
+  return config.kind == OptimizerKind::kMuon && is_matrix ? UpdateRule::kMuon : UpdateRule::kAdamw;
+}
 
 std::vector<StateKind> state_kinds(const OptimizerConfig& config, UpdateRule rule) {
   switch (rule) {
     case UpdateRule::kAdamw:
       return {{"exp_avg", state_dtype(config.states, DType::kE4M3)},
               {"exp_avg_sq", state_dtype(config.states, config.exp_avg_sq_format), /*is_second=*/true}};
+    case UpdateRule::kMuon: return {{"momentum", state_dtype(config.states, DType::kE4M3)}};
   }
   throw_internal("unknown update rule {}", static_cast<int>(rule));
 }

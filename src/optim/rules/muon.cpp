@@ -1,0 +1,208 @@
+#include "optim/rules/muon.h"
+
+#include <algorithm>
+#include <cmath>
+#include <map>
+#include <tuple>
+#include <utility>
+
+#include "core/error.h"
+#include "kernels/ops/optimizer/muon.h"
+#include "optim/rules/update_rule.h"
+
+namespace parka {
+namespace {
+
+constexpr double kMomentum = 0.95;  // of every published recipe
+// Elements of the matrices that are orthogonalized at a time, if there are as many of one shape: products of small
+// ones alone would leave most of a GPU idle.
+constexpr int64_t kBatchElements = int64_t{1} << 26;
+
+// The rows of a parameter's matrices.
+std::vector<int64_t> matrix_rows(const ParameterInfo& p) {
+  return p.fused_rows.empty() ? std::vector<int64_t>{p.rows} : p.fused_rows;
+}
+
+// Multiply-adds of an orthogonalization, up to a factor: r^2 s of each matrix.
+double cost_of(const ParameterInfo& p) {
+  double cost = 0;
+  for (const int64_t rows : matrix_rows(p)) {
+    cost += static_cast<double>(rows * p.cols) * static_cast<double>(std::min(rows, p.cols));
+  }
+  return cost;
+}
+
+// The matrices of as many parameters as there are elements, if they lie one after the other in one shape.
+bool are_alike(const ParameterInfo& p) {
+  return std::ranges::all_of(p.fused_rows, [&](int64_t rows) { return rows == p.fused_rows[0]; });
+}
+
+}  // namespace
+
+MatrixUpdates::MatrixUpdates(const OptimizerConfig& config, const std::vector<ParameterInfo>& parameters,
+                             MemoryPlan& plan, PhaseMask phases)
+    : config_(config), parameters_(parameters) {
+  using Shape = std::tuple<int, int64_t, int64_t, std::vector<int64_t>>;
+  std::map<Shape, std::vector<size_t>> alike;
+  std::vector<Shape> order;
+  int64_t ranks = 1;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const ParameterInfo& p = parameters_[i];
+    if (!p.trainable || rule_of(config_, p) != UpdateRule::kMuon) continue;
+    ranks = p.placement.states.size;
+    // Gradients that are released are those of one unit at a time.
+    const Shape shape = {config_.release_gradients ? p.unit : 0, p.rows, p.cols, p.fused_rows};
+    if (!alike.contains(shape)) order.push_back(shape);
+    alike[shape].push_back(i);
+  }
+  std::vector<double> costs(static_cast<size_t>(ranks));
+  // The most expensive ones first, so that what is left over evens the ranks out.
+  std::ranges::stable_sort(order, std::greater(),
+                           [&](const Shape& s) { return cost_of(parameters_[alike[s][0]]); });
+  for (const Shape& shape : order) add_groups(std::move(alike[shape]), costs);
+
+  int64_t elements = 0, squares = 0;
+  for (const UpdateGroup& group : groups_) {
+    const ParameterInfo& p = first_of(group);
+    const auto rows = static_cast<int64_t>(group.owned.size()) / ranks;
+    elements = std::max(elements, rows * p.placement.states.padded(p.numel()));
+    for (const int64_t m : matrix_rows(p)) {
+      const int64_t r = std::min(m, p.cols), most = are_alike(p) ? rows * ceil_div(p.rows, m) : 1;
+      squares = std::max(squares, r * r * most);
+    }
+  }
+  const auto add = [&](const char* name, int64_t count) {
+    return plan.add("orthogonalization", name, DType::kBF16, {count}, phases);
+  };
+  if (elements == 0) return;
+  pieces_id_ = add("directions", elements);
+  if (ranks > 1) whole_id_ = add("whole_directions", elements);
+  other_id_ = add("next_directions", elements);
+  gram_id_ = add("gram", squares);
+  polynomial_id_ = add("polynomial", squares);
+}
+
+// Rows of one parameter for each rank; the last row's go to those with the least to do.
+void MatrixUpdates::add_groups(std::vector<size_t> alike, std::vector<double>& costs) {
+  const ParameterInfo& p = parameters_[alike[0]];
+  const size_t ranks = costs.size(),
+               most_rows = static_cast<size_t>(std::max<int64_t>(1, kBatchElements / p.numel()));
+  for (size_t first = 0; first < alike.size(); first += most_rows * ranks) {
+    const size_t end = std::min(alike.size(), first + most_rows * ranks);
+    UpdateGroup& group = groups_.emplace_back();
+    group.unit = parameters_[alike[first]].unit;
+    for (size_t row = first; row < end; row += ranks) {
+      std::vector<size_t> places(ranks);
+      for (size_t place = 0; place < ranks; ++place) places[place] = place;
+      std::ranges::stable_sort(places, {}, [&](size_t place) { return costs[place]; });
+      std::vector<size_t> owned(ranks, UpdateGroup::kNone);
+      for (size_t i = row; i < std::min(end, row + ranks); ++i) {
+        owned[places[i - row]] = alike[i];
+        costs[places[i - row]] += cost_of(p);
+        if (parameters_[alike[i]].own_elements().size() > 0) group.parameters.push_back(alike[i]);
+      }
+      group.owned.insert(group.owned.end(), owned.begin(), owned.end());
+    }
+  }
+}
+
+const ParameterInfo& MatrixUpdates::first_of(const UpdateGroup& group) const {
+  return parameters_[*std::ranges::find_if(group.owned, [](size_t i) { return i != UpdateGroup::kNone; })];
+}
+
+void MatrixUpdates::bind(const Arena& arena) {
+  if (!pieces_id_.valid()) return;
+  pieces_ = arena[pieces_id_];
+  whole_ = whole_id_.valid() ? arena[whole_id_] : pieces_;
+  other_ = arena[other_id_];
+  gram_ = arena[gram_id_];
+  polynomial_ = arena[polynomial_id_];
+}
+
+MatrixUpdates::Directions MatrixUpdates::directions(const UpdateGroup& group) const {
+  const ParameterInfo& p = first_of(group);
+  const Shard& states = p.placement.states;
+  const int64_t rows = static_cast<int64_t>(group.owned.size()) / states.size, piece = states.piece(p.numel());
+  const auto shaped = [&](const TensorView& buffer) {
+    return buffer.rows(0, rows * states.size * piece).reshaped({rows, states.size, piece});
+  };
+  return {shaped(pieces_), shaped(whole_)};
+}
+
+TensorView MatrixUpdates::direction(const UpdateGroup& group, size_t parameter) const {
+  const ParameterInfo& p = parameters_[parameter];
+  const auto slot = std::ranges::find(group.owned, parameter) - group.owned.begin();
+  return pieces_.rows(slot * p.placement.states.piece(p.numel()), p.own_elements().size());
+}
+
+void MatrixUpdates::orthogonalize(Device& device, const UpdateGroup& group) const {
+  const ParameterInfo& p = first_of(group);
+  const Shard& states = p.placement.states;
+  const auto ranks = static_cast<size_t>(states.size), place = static_cast<size_t>(states.rank);
+  const int64_t numel = p.numel(), padded = states.padded(numel);
+  const bool in_one_piece = are_alike(p) && padded == numel;
+  const int64_t rows = static_cast<int64_t>(group.owned.size() / ranks);
+  int64_t run = 0;  // rows before this one that are orthogonalized with it
+  for (int64_t row = 0; row < rows; ++row) {
+    if (group.owned[static_cast<size_t>(row) * ranks + place] == UpdateGroup::kNone) continue;
+    const bool has_next =
+        row + 1 < rows && group.owned[static_cast<size_t>(row + 1) * ranks + place] != UpdateGroup::kNone;
+    if (in_one_piece && has_next) {
+      ++run;
+      continue;
+    }
+    if (in_one_piece) {
+      const int64_t m = matrix_rows(p)[0], first = row - std::exchange(run, 0), count = row + 1 - first;
+      orthogonalize(device, whole_.rows(first * padded, count * numel).reshaped({count * p.rows / m, m, p.cols}));
+      continue;
+    }
+    int64_t begin = row * padded;
+    for (const int64_t m : matrix_rows(p)) {
+      orthogonalize(device, whole_.rows(begin, m * p.cols).reshaped({1, m, p.cols}));
+      begin += m * p.cols;
+    }
+  }
+}
+
+void MatrixUpdates::orthogonalize(Device& device, const TensorView& matrices) const {
+  const int64_t count = matrices.dim[0], m = matrices.dim[1], n = matrices.dim[2], r = std::min(m, n);
+  const auto given = newton_schulz_steps(config_.orthogonalization);
+  std::vector<NewtonSchulzStep> steps(given.begin(), given.end());
+  // The RMS of AdamW's updates is about 0.2, and that of an orthogonal matrix 1 / sqrt(max(m, n)).
+  const auto scale = static_cast<float>(0.2 * std::sqrt(static_cast<double>(std::max(m, n))));
+  for (float* const factor : {&steps.back().a, &steps.back().b, &steps.back().c}) *factor *= scale;
+  const auto square = [&](const TensorView& buffer) {
+    return buffer.rows(0, count * r * r).reshaped({count, r, r});
+  };
+  parka::orthogonalize(device, {.matrices = matrices,
+                                .other = other_.rows(0, matrices.numel()).reshaped({count, m, n}),
+                                .gram = square(gram_),
+                                .polynomial = square(polynomial_),
+                                .steps = steps,
+                                .safety = orthogonalization_safety(config_.orthogonalization)});
+}
+
+void muon_momentum(Device& device, const RuleStep& s, const TensorView& direction) {
+  parka::muon_momentum(device, {.gradient = s.gradient,
+                                .momentum = s.part.states[0],
+                                .mu = kMomentum,
+                                .grad_scale = s.grad_scale,
+                                .direction = direction});
+}
+
+void muon(Device& device, const RuleStep& s, const TensorView& direction) {
+  muon_step(device, {.weight = s.part.weight,
+                     .master = s.part.master,
+                     .master_form = s.config.master,
+                     .direction = direction,
+                     .lr = static_cast<float>(s.update.lr * s.parameter.lr_factor),
+                     .scale = 1,
+                     .weight_decay = s.parameter.decayed ? static_cast<float>(s.config.weight_decay) : 0.0f,
+                     .grad_scale = s.grad_scale,
+                     .weight_amax = s.weight_amax,
+                     .seed = s.update.seed,
+                     .step = static_cast<uint64_t>(s.update.step),
+                     .first_element = s.first_element()});
+}
+
+}  // namespace parka
