@@ -195,8 +195,25 @@ def weight_cases():
     return cases
 
 
+def muon_cases():
+    muon = {"optimizer": {"kind": "muon"}}
+    in_host_memory = {"optimizer": {"kind": "muon", "offload": True}}
+    stops = [Part(1, {"training": {"steps": 4}}), Part()]
+    cases = [of(".muon", family, recipe, muon) for family in FAMILIES for recipe in ("fp32", "parka")]
+    cases += [
+        of(".muon.polar_express", "llama", "bf16", {"optimizer": {"kind": "muon", "orthogonalization": "polar_express"}}),
+        of(".muon.offload", "llama", "parka", in_host_memory, same_as="llama.parka.muon"),
+        of(".muon.resumed", "llama", "parka", muon, parts=stops, same_as="llama.parka.muon"),
+    ]
+    cases += [sharded("llama", "parka", sharding, ".muon", muon) for sharding in ((2, 1, 0), (2, 3, 0), (4, 1, 0), (4, 3, 0), (4, 3, 2))]
+    cases.append(sharded("llama", "parka", (4, 3, 0), ".muon.offload", in_host_memory, same_as="llama.parka.ranks4.zero3.muon"))
+    cases.append(sharded("llama", "parka", (2, 3, 0), ".muon.resumed", muon, same_as="llama.parka.ranks2.zero3.muon",
+                         parts=[Part(2, {"training": {"steps": 4}}), Part(2)]))
+    return cases
+
+
 def all_cases():
-    return [*recipe_cases(), *option_cases(), *wide_cases(), *weight_cases(), *sharded_cases(), *resumed_cases()]
+    return [*recipe_cases(), *option_cases(), *wide_cases(), *weight_cases(), *sharded_cases(), *resumed_cases(), *muon_cases()]
 
 
 def write_tokens(path, count, vocab, seed):
