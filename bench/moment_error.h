@@ -121,7 +121,7 @@ struct OtherPair {
   enum Which : uint8_t { kCoat, kTensorScales, kFirstAlone, kCount };
   static constexpr std::array<const char*, kCount> kNames = {
       "E4M3 expanded by COAT's rules, both", "m in E4M3, v in fp16, each with one scale per parameter (FP8-LM)",
-      "m in E4M3, v in bf16 (optimizer.exp_avg_sq_format)"};
+      "m in E4M3, v in bf16"};
 };
 
 // Not of kFirstAlone, whose first moment is that of kStoredFormats.

@@ -15,8 +15,6 @@ from measured_runs import ScriptParser, error_line, fail
 
 ROOT = Path(__file__).resolve().parents[2]
 RECIPES = ("bf16", "fp8_linear", "coat", "parka")
-# A recipe with the bytes of FP8-LM's moments: m in 8 bits, v in 16.
-FP8_LM_MOMENTS = ("optimizer.states=fp8", "optimizer.exp_avg_sq_format=bf16")
 
 # Figure 1: weights, gradients, activations, optimizer, all, in 1000 MiB, at context 2048 and two sequences on each GPU. Its
 # activations are twice those of table 7.
@@ -64,7 +62,6 @@ def print_table(header, rows):
 def figure_1():
     rows = [[name, *(f"`{value * MIB_1000:.1f}`" for value in values)] for name, values in FIGURE_1.items()]
     runs = {recipe: recipe_options(recipe) for recipe in RECIPES}
-    runs["fp8_linear, 8-bit m and 16-bit v"] = [*runs["fp8_linear"], *FP8_LM_MOMENTS]
     for name, options in runs.items():
         planned = plan("llama2-13b.json", *options, "model.vocab_size=50304", "model.norm=layernorm",
                        "distributed.zero_stage=3", "training.micro_batch_size=2", "training.global_batch_size=128", "--gpus 8")

@@ -56,7 +56,6 @@ void check_config(const OptimizerConfig& config, DType compute, const std::vecto
   }
   PARKA_REQUIRE(compute == DType::kF32 || compute == DType::kBF16);
   PARKA_REQUIRE(config.gradient == DType::kF32 || config.gradient == DType::kBF16);
-  PARKA_REQUIRE(config.exp_avg_sq_format == DType::kE4M3 || config.exp_avg_sq_format == DType::kBF16);
 }
 
 }  // namespace

@@ -41,10 +41,6 @@ struct ScheduleConfig {
 
 enum class StateFormat : uint8_t { kFp32, kBf16, kFp8, kFp8Expanded };
 
-inline bool is_float8(StateFormat format) {
-  return format == StateFormat::kFp8 || format == StateFormat::kFp8Expanded;
-}
-
 // Muon orthogonalizes the momentum of each matrix of a block; AdamW updates the rest.
 enum class OptimizerKind : uint8_t { kAdamw, kMuon };
 
@@ -60,7 +56,6 @@ struct OptimizerConfig {
   double clip_norm = 1.0;
   int64_t clip_warmup_steps = 0;
   StateFormat states = StateFormat::kFp32;
-  DType exp_avg_sq_format = DType::kE4M3;
   MasterForm master = MasterForm::kFp32;
   bool offload = false;
   DType gradient = DType::kF32;
@@ -94,10 +89,6 @@ struct OptimizerConfig {
           "While step <= this, the limit is ten times clip_norm (OLMo-7B: 1000)", IntegerRange{}, kHashed);
     visit("states", states, "Format of the moments: fp32, bf16, fp8, or fp8_expanded (dynamic range expansion)",
           kHashed | kConvertedOnResume | kStepTime);
-    visit(
-        "exp_avg_sq_format", exp_avg_sq_format,
-        "Format of the second moment, for states = fp8 or fp8_expanded; bf16: the first moment alone is FP8, as in FP8-LM",
-        one_of(DType::kE4M3, DType::kBF16), kHashed | kConvertedOnResume);
     visit(
         "master", master,
         "Master weights: fp32 (16 bits beside a bf16 weight), fp24_split (24 bits), bf16_sr (stochastic rounding), "

@@ -19,7 +19,6 @@ VARIANTS = {
        ("fp32", "bf16", "fp8_linear", "fp8_block", "coat_activation", "coat_optimizer", "coat", "parka")},
     "bf16_sr": ("bf16", {"master": "bf16_sr", "states": "bf16"}),
     "fp24_split": ("parka", {"master": "fp24_split"}),
-    "fp8_first_moment": ("parka", {"exp_avg_sq_format": "bf16"}),
     "fp8_states": ("bf16", {"states": "fp8"}),
     "offloaded_states": ("parka", {"master": "fp32", "offload": True}),
     "norms_and_biases": ("parka", {}),

@@ -57,7 +57,6 @@ Config canonical(const Config& config) {
   c.model.rope_scaling = used_keys(c.model.rope_scaling);
   if (c.model.init != InitKind::kNormal) c.model.init_std = defaults.model.init_std;
   keep_used_keys(c);
-  if (!is_float8(c.optimizer.states)) c.optimizer.exp_avg_sq_format = defaults.optimizer.exp_avg_sq_format;
   // The value on several GPUs: one has nothing to divide.
   c.precision.weight_copies = kept_copies(c.precision, make_zero(c.distributed.zero_stage, 0, 2), c.finetune.base);
   c.precision.sampled_amax = Formats(c.precision).samples_gradient_amax;

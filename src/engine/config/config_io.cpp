@@ -35,6 +35,7 @@ constexpr RemovedKey kRemovedKeys[] = {
     {"model.rope_scaling.truncate", "true"},
     {"optimizer.clip_warmup_factor", "10.0"},
     {"optimizer.exp_avg_format", R"("e4m3")"},
+    {"optimizer.exp_avg_sq_format", R"("e4m3")"},
     {"precision.attention_output", R"("compute")"},
     {"precision.attention_scores", R"("compute")"},
     {"precision.fast_forward", "true"},

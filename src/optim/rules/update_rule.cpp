@@ -5,13 +5,12 @@
 namespace parka {
 namespace {
 
-// `fp8`: the format where states are FP8.
-DType state_dtype(StateFormat states, DType fp8) {
+DType state_dtype(StateFormat states) {
   switch (states) {
     case StateFormat::kFp32: return DType::kF32;
     case StateFormat::kBf16: return DType::kBF16;
     case StateFormat::kFp8:
-    case StateFormat::kFp8Expanded: return fp8;
+    case StateFormat::kFp8Expanded: return DType::kE4M3;
   }
   throw_internal("unknown state format {}", static_cast<int>(states));
 }
@@ -25,11 +24,10 @@ UpdateRule rule_of(const OptimizerConfig& config, const ParameterInfo& parameter
 }
 
 std::vector<StateKind> state_kinds(const OptimizerConfig& config, UpdateRule rule) {
+  const DType format = state_dtype(config.states);
   switch (rule) {
-    case UpdateRule::kAdamw:
-      return {{"exp_avg", state_dtype(config.states, DType::kE4M3)},
-              {"exp_avg_sq", state_dtype(config.states, config.exp_avg_sq_format), /*is_second=*/true}};
-    case UpdateRule::kMuon: return {{"momentum", state_dtype(config.states, DType::kE4M3)}};
+    case UpdateRule::kAdamw: return {{"exp_avg", format}, {"exp_avg_sq", format, /*is_second=*/true}};
+    case UpdateRule::kMuon: return {{"momentum", format}};
   }
   throw_internal("unknown update rule {}", static_cast<int>(rule));
 }

@@ -157,9 +157,9 @@ void launch_step(CudaDevice& device, const AdamwStep& a, Tensors tensors, int64_
 void step_with_plain_moments(CudaDevice& device, const AdamwStep& a) {
   with_weights_and_gradient(a, [&](auto weights, auto gradient) {
     with_plain_moment(a.exp_avg, [&](auto exp_avg) {
-      with_plain_moment(a.exp_avg_sq, [&](auto exp_avg_sq) {
-        launch_step(device, a, Tensors{weights, gradient, exp_avg, exp_avg_sq});
-      });
+      auto exp_avg_sq = exp_avg;
+      exp_avg_sq.values_N = static_cast<decltype(exp_avg_sq.values_N)>(a.exp_avg_sq.values.data);
+      launch_step(device, a, Tensors{weights, gradient, exp_avg, exp_avg_sq});
     });
   });
 }
@@ -190,27 +190,19 @@ void fast_step(CudaDevice& device, const AdamwStep& a, int64_t num_elements) {
 // Steps what the fast step leaves: the elements behind `num_fast`, the last of a tensor, or all where it cannot be.
 void step_rest(CudaDevice& device, const AdamwStep& a, int64_t num_fast) {
   with_weights(SteppedWeights(a), [&](auto weights) {
-    const auto step_with = [&](auto exp_avg_sq) {
-      const Tensors tensors{weights, AnyGradient(a.gradient), SmallFp8Moment<false>(a.exp_avg), exp_avg_sq};
-      launch_step(device, a, tensors, num_fast);
-    };
-    if (is_float8(a.exp_avg_sq.values.dtype)) {
-      step_with(SmallFp8Moment<true>(a.exp_avg_sq));
-    } else {
-      step_with(PlainMoment<BFloat16, SmallPart>{a.exp_avg_sq.values.as<BFloat16>()});
-    }
+    const Tensors tensors{weights, AnyGradient(a.gradient), SmallFp8Moment<false>(a.exp_avg),
+                          SmallFp8Moment<true>(a.exp_avg_sq)};
+    launch_step(device, a, tensors, num_fast);
   });
 }
 
 }  // namespace
 
-// Both moments are plain, or the first is fp8 and the second fp8 or bf16: no config asks for others.
+// Both moments have one format: no config asks for others.
 void adamw_step(Device& any_device, const AdamwStep& a) {
   CudaDevice& device = as_cuda(any_device);
-  const bool is_fp8 = is_float8(a.exp_avg.values.dtype);
-  PARKA_REQUIRE(is_float8(a.exp_avg_sq.values.dtype) ? is_fp8
-                                                     : !is_fp8 || a.exp_avg_sq.values.dtype == DType::kBF16);
-  if (!is_fp8) {
+  PARKA_REQUIRE(a.exp_avg.values.dtype == a.exp_avg_sq.values.dtype);
+  if (!is_float8(a.exp_avg.values.dtype)) {
     step_with_plain_moments(device, a);
     return;
   }
