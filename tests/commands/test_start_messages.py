@@ -1,6 +1,8 @@
 """What the start of a run says of ranks: of tasks of a batch job that one rank leaves idle, and whom a rank waits for; and of weights that stay random."""
 import contextlib
+import json
 import os
+import pathlib
 import re
 import socket
 import subprocess
@@ -96,6 +98,36 @@ class OddValues(TokenRuns):
         self.forget_run()
         constant = parka("train", self.write_config(config), "--set", "optimizer.schedule.kind=constant", "--set", "optimizer.schedule.total_steps=400")
         self.assertNotIn("warning", constant.stderr)
+
+    def test_values_that_undo_others_are_told_of(self):
+        """By the last key of those that are set together."""
+        config = self.write_config(self.config([self.write("ids.npy", random_ids(500, 256))], 256))
+        width = json.loads(pathlib.Path(config).read_text(encoding="utf-8"))["model"]["d_model"]
+        yarn, base = "model.rope_scaling.kind=yarn", f"checkpoint.init_from={self.path('some')}"
+        patterns, lora = 'optimizer.lr_patterns=["blocks.*","*"]', "finetune.method=lora"
+        for is_odd, *settings in (
+            (True, patterns, "optimizer.lr_factors=[1,0]"), (True, 'optimizer.frozen=["blocks.*"]', 'optimizer.lr_patterns=["e*"]', "optimizer.lr_factors=[0.0]"),
+            (True, lora, patterns, "optimizer.lr_factors=[0,0]"), (False, patterns, "optimizer.lr_factors=[0,1]"), (False, patterns, "optimizer.lr_factors=[1,1e-6]"),
+            (True, "model.rope_scaling.factor=2"), (True, "model.rope_scaling.factor=64"), (True, "model.rope_scaling.original_length=32"),
+            (True, "model.rope_scaling.original_length=4096"), (True, "model.rope_scaling.attention_factor=1.5"), (False, yarn, "model.rope_scaling.factor=2"),
+            (False, yarn, "model.rope_scaling.original_length=32"), (False, "model.rope_scaling.factor=8"),
+            (True, "model.init=mitchell", "model.init_std=0.01"), (True, "model.init=mitchell", "model.init_std=0.006"), (False, "model.init=normal", "model.init_std=0.01"),
+            (True, "model.init=normal", "model.init_std=0.5"), (True, "model.init=normal", "model.init_std=20"), (False, base, "model.init_std=0.01"),
+            (True, "training.eval_sequences=8"), (True, "training.eval_sequences=1"), (False, "training.eval_sequences=0"),
+            (True, "optimizer.clip_norm=1e-4"), (True, "optimizer.clip_norm=1e-9"), (False, "optimizer.clip_norm=0"), (False, "optimizer.clip_norm=0.05"),
+            (True, "optimizer.eps=0.1"), (True, "optimizer.eps=1"), (False, "optimizer.eps=0.01"),
+            (True, "optimizer.beta1=0"), (True, "optimizer.beta1=0.09"), (False, "optimizer.beta1=0.5"),
+            (True, "model.sliding_window=1"), (True, "model.sliding_window=15"), (False, "model.sliding_window=16"),
+            (True, lora, "finetune.alpha=1600"), (True, lora, "finetune.rank=1", "finetune.alpha=65"), (False, lora, "finetune.rank=1", "finetune.alpha=64"),
+            (True, lora, f"finetune.rank={width}"), (True, lora, f"finetune.rank={4 * width}"), (False, lora, f"finetune.rank={width - 1}"),
+        ):
+            with self.subTest(settings):
+                result = parka("config", "check", config, *(word for setting in settings for word in ("--set", setting)))
+                assert_ended_well(self, result)
+                key = settings[-1].split("=")[0]
+                named = "model.rope_scaling" if "rope_scaling" in key else key
+                told = [line for line in result.stderr.splitlines() if "warning" in line and named in line]
+                self.assertEqual(len(told), int(is_odd), result.stderr)
 
 
 @contextlib.contextmanager

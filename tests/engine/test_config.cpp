@@ -83,6 +83,9 @@ TEST_CASE("an unknown key names the nearest one", "[engine][config]") {
       {R"({"checkpoint": {"save_interval": 9}})",
        "checkpoint.save_interval: unknown key; did you mean checkpoint.interval?"},
       {R"({"lr": 1})", "lr: unknown key; did you mean optimizer.lr?"},
+      {R"({"distributed": {"seed": 1}})", "distributed.seed: unknown key; did you mean data.seed?"},
+      {R"({"distributed": {"name": 1}})",
+       "distributed.name: unknown key; the keys are: zero_stage shard_size context_parallel"},
       {R"({"training": {"lr": 1}})", "training.lr: unknown key; did you mean optimizer.lr?"},
       {R"({"zqxw": 1})",
        "zqxw: unknown key; the keys are: model precision optimizer data training finetune checkpoint telemetry "

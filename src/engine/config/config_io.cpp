@@ -61,7 +61,7 @@ const json& in_todays_words(std::string_view path, const json& value) {
 }
 
 // The message about a key that does not exist: the nearest one that does, where being in another section counts
-// half of a wrong letter; or the keys of its section, if nothing is near.
+// half of a wrong letter, or a whole one beside others; or the keys of its section, if nothing is near.
 std::string unknown_key(const ConfigTable& table, const std::string& path) {
   const std::string parent(section_of(path));
   if (table.find(parent) != nullptr)
@@ -74,7 +74,8 @@ std::string unknown_key(const ConfigTable& table, const std::string& path) {
   const auto consider = [&](const std::string& candidate) {
     const bool same_section = section_of(candidate) == parent;
     if (same_section) siblings += fmt::format(" {}", key_of(candidate));
-    const int distance = 2 * name_distance(key, key_of(candidate)) + (same_section ? 0 : 1);
+    const int letters = name_distance(key, key_of(candidate));
+    const int distance = 2 * letters + (same_section ? 0 : letters > 1 ? 2 : 1);
     if (distance >= smallest) return;
     smallest = distance;
     nearest = candidate;

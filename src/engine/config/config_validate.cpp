@@ -450,21 +450,42 @@ void validate(const Config& config) {
 
 void warn_of_odd_values(const Config& c) {
   const OptimizerConfig& o = c.optimizer;
+  const ModelConfig& m = c.model;
+  const FinetuneConfig& f = c.finetune;
   const int64_t steps = c.training.steps, total = o.schedule.total_steps;
   const bool has_end = total != 0 && steps != 0 && o.schedule.kind != ScheduleKind::kConstant;
-  const bool is_added = c.finetune.method != FinetuneMethod::kFull, is_random = c.checkpoint.init_from.empty();
+  const bool is_added = f.method != FinetuneMethod::kFull, is_random = c.checkpoint.init_from.empty();
+  const bool is_lora = f.method == FinetuneMethod::kLora, is_normal = m.init == InitKind::kNormal;
+  const bool has_lr = std::ranges::any_of(make_parameter_table(m, o.decay_embeddings, c.parameter_rules()).all,
+                                          [](const auto& p) { return p.trainable && p.lr_factor > 0; });
   constexpr const char* kAtRandom =
       "leaves weights as they begin, at random without checkpoint.init_from; give it a checkpoint";
   const Conflict odd[] = {
       {is_random && is_added, "finetune.method", kAtRandom},
       {is_random && !o.frozen.empty(), "optimizer.frozen", kAtRandom},
       {o.lr == 0 || o.lr >= 1, "optimizer.lr", "trains nothing, or nothing well; a usual rate is 3e-4"},
+      {!has_lr, "optimizer.lr_factors", "trains nothing: all that is trained has the factor 0"},
       {o.weight_decay >= 1, "optimizer.weight_decay", "is no percentage; a usual value is 0.1"},
       {o.beta1 > o.beta2, "optimizer.beta1", "is more than optimizer.beta2; check that they are not exchanged"},
+      {o.beta1 < 0.5, "optimizer.beta1", "hardly averages gradients; a usual value is 0.9"},
+      {o.eps >= 0.1, "optimizer.eps", "is more than most gradients, so updates are small; a usual value is 1e-8"},
+      {o.clip_norm > 0 && o.clip_norm <= 1e-4, "optimizer.clip_norm", "shrinks all gradients; a usual value is 1"},
+      {m.sliding_window > 0 && m.sliding_window < 16, "model.sliding_window", "is few tokens for attention to see"},
+      {is_random && is_normal && m.init_std >= 0.5, "model.init_std", "is too much; a usual value is 0.02"},
+      {is_random && !is_normal && m.init_std != ModelConfig().init_std, "model.init_std",
+       "has no meaning with model.init = mitchell; set init = normal, or remove it"},
+      {m.rope_scaling.kind == RopeScalingKind::kNone && m.rope_scaling != RopeScalingConfig(),
+       "model.rope_scaling.kind", "leaves its other keys without meaning; give a kind, or remove them"},
+      {is_lora && f.alpha > 64 * static_cast<double>(f.rank), "finetune.alpha",
+       "multiplies adapters by alpha / finetune.rank; a usual alpha is rank, or twice that"},
+      {is_lora && f.rank >= m.d_model, "finetune.rank", "is not below model.d_model; a usual value is 16"},
       {has_end && total > steps, "optimizer.schedule.total_steps",
        "is more than training.steps: the run ends before its rate has come down; give one number if it does not go on"},
       {has_end && total < steps, "optimizer.schedule.total_steps",
        "is less than training.steps: the steps behind it have the last rate; give one number unless that is meant"},
+      {c.training.eval_sequences != 0 && c.data.eval.empty() && c.evaluation.sets.empty(),
+       "training.eval_sequences",
+       "has no meaning without data.eval or evaluation.sets; list files there, or set it to 0"},
       {c.training.eval_interval == 0 && has_evaluations(c), "training.eval_interval",
        "looks at nothing in data.eval, evaluation.sets and evaluation.tasks; give the steps between evaluations"},
   };
