@@ -4,6 +4,8 @@
 #include <sys/resource.h>
 #include <unistd.h>
 
+#include <initializer_list>
+
 namespace parka {
 
 void raise_open_file_limit() {
