@@ -61,6 +61,7 @@ from text_data.token_writer import TokenWriter  # noqa: E402
 from text_data.tokenizer import EOS_NAMES, padded_vocab_size, tokenizer_file  # noqa: E402
 from tokenizer_files import copy_tokenizer, keep_bos, keep_chat  # noqa: E402
 
+MOST_UNKNOWN = 0.01  # of tokens
 USUAL_SEQUENCE = 2048  # the default of data.sequence_length
 
 
@@ -128,6 +129,9 @@ def check_splits(output: Output, options: argparse.Namespace) -> None:
             f"none of the {without} conversations has a target within {options.sequence_length} tokens; raise "
             f"--sequence-length, or give conversations in which the assistant speaks and its replies count"
         )
+    if train.tokens + held_out.tokens == 0 and options.jsonl_field is not None and output.counts["empty_documents"]:
+        fuller = sorted(printable(name.removeprefix("fuller "))[:60] for name in output.counts if name.startswith("fuller "))
+        raise InputError(f'"{options.jsonl_field}" is empty in all records; name another field with --jsonl-field{fuller and f", as {fuller[0]}" or ""}')
     if train.tokens + held_out.tokens == 0:
         raise InputError(
             f"no text in {', '.join(map(str, options.input))}: {output.counts['files']} files matched, "
@@ -171,7 +175,7 @@ def prepare(options: argparse.Namespace, partial: Partial) -> dict:
         partial.forget()
         raise
     warn_of_few_held_out(output.splits["eval"].tokens, options)
-    tell_unread(output.counts, options, maker.template)
+    tell_unread(output.counts, options, maker.template, sum(split.tokens for split in output.splits.values()))
     info = summary(options, maker, output)
     if options.tokenizer != "bytes":
         named = maker.tokenizer.given_tokens() if options.chat is None else {}  # of conversations --eos is padding
@@ -194,8 +198,13 @@ def warn_of_few_held_out(tokens: int, options: argparse.Namespace) -> None:
         )
 
 
-def tell_unread(counts: collections.Counter, options: argparse.Namespace, template: chat.ChatTemplate | None) -> None:
-    """Says what records have that is not read."""
+def tell_unread(counts: collections.Counter, options: argparse.Namespace, template: chat.ChatTemplate | None, tokens: int) -> None:
+    """Says what records have that is not read, and what makes texts doubtful."""
+    if counts["unknown_tokens"] > MOST_UNKNOWN * tokens:
+        print_line(
+            f"warning: {100 * counts['unknown_tokens'] / tokens:.0f} % of the tokens are the one for what the tokenizer does not know; give a "
+            "tokenizer that was made for such text"
+        )
     def keys(what: str) -> list[str]:
         return sorted(printable(name.removeprefix(what))[:60] for name in counts if name.startswith(what))
 
@@ -210,7 +219,9 @@ def tell_unread(counts: collections.Counter, options: argparse.Namespace, templa
             of, what, place = name.removeprefix("doubt ").split("\n", 2)
             doubts.setdefault((of, what), [place, 0])[1] += count
     for (of, what), (place, count) in doubts.items():
-        if of != "documents" or 2 * count > counts["looked_at"]:
+        is_damage, of = of.startswith("damaged "), of.removeprefix("damaged ")
+        if count > (parts.DAMAGED_SHARE * counts["texts"] if is_damage else counts["looked_at"] / 2 if of == "documents" else 0):
+            of += f" of {counts['texts']:,}" if is_damage else ""
             print_line(f"warning: {counted(count, of)} (first: {printable(place)}): {what}")
     others = [key for key in keys("unread ") if not key.endswith(" of messages") or template.unread(key.removesuffix(" of messages"))]
     if others:

@@ -44,6 +44,8 @@ from text_data.readers import InputFile, Reading, object_of, unreadable  # noqa:
 from text_data.tokenizer import make_tokenizer, tokenizer_file  # noqa: E402
 
 METRICS = ("acc", "len_norm", "pmi_dc")
+MOST_EQUAL = 0.01  # of documents: the share with equal choices
+FEWEST = 8  # documents that tell whether labels differ
 LETTERS = "ABCDEFGHIJ"
 # Options of image_choice alone, with their defaults. Others are the tower's, or the tokenizer's.
 OPTIONS_OF_IMAGES = {"prompt": "{question}\nAnswer:", "tower": None, "image_folder": Path("."), "image_size": None, "patch_size": None,
@@ -245,6 +247,22 @@ def check(request: Request, where: str) -> None:
         raise InputError(f"{where}: a prompt or a choice is empty; remove the line")
 
 
+def check_choices(requests: list[Request], options: argparse.Namespace) -> None:
+    """Published tasks have a document or two in which choices are equal."""
+    equal = [number for number, request in enumerate(requests, 1) if has_equal_choices(request)]
+    told = f"{options.input}: document {equal[0]} and {len(equal) - 1:,} others have two equal choices" if equal else ""
+    if len(equal) > MOST_EQUAL * len(requests):
+        raise InputError(f"{told}; give each choice its own text")
+    if equal:
+        print_line(f"warning: {told}")
+    if len(requests) >= FEWEST and options.task != "sciq" and all(request.label == requests[0].label for request in requests):
+        print_line(f"warning: {options.input}: choice {requests[0].label + 1} is right in all documents; check that they have their own labels")
+
+
+def has_equal_choices(request: Request) -> bool:
+    return len(set(zip(for_each_choice(request), request.continuations))) < len(request.continuations)
+
+
 def check_unicode(request: Request, where: str) -> None:
     try:
         for text in (*request.contexts, *request.continuations, *request.domains):
@@ -376,6 +394,7 @@ def run(arguments: list[str]) -> None:
     requests = list(read_requests(options.input, options.task, options.prompt))
     if not requests:
         raise InputError(f"{options.input}: has no documents; give a JSON Lines file, a document per line")
+    check_choices(requests, options)
     rules = image_rules(options, tokenizer) if options.tower else None
     ids = tokenize(requests, tokenizer, [rules.token] * rules.slots if rules else [])
     header = {

@@ -20,7 +20,7 @@ import numpy as np
 
 from python_packages import advice
 
-from .common import InputError, hub_advice, one_line, tell
+from .common import InputError, hub_advice, one_line, printable, tell
 from .conversations import BESIDE_CONTENT, BESIDE_ROLE, HELD_OUT, KWARGS, TRAIN, in_one_form, says_something
 from .formats import refuse_no_content
 from .helper_process import limited, reason_of
@@ -51,6 +51,11 @@ MARKS = re.compile(
     r"\[/?INST\]|<</?SYS>>|<\|(?:im_start|im_end|start_header_id|end_header_id|eot_id|system|user|assistant)\|>|<(?:start|end)_of_turn>|"
     r"^### ?(?:Instruction|Response|Human|Assistant):", re.MULTILINE
 )
+# Replies that programs write where there is none, and names in templates of data that nobody has filled in.
+NO_REPLIES = {"none", "nan", "null", "undefined", "<na>"}
+UNFILLED = re.compile(r"\{\{?\s*(?:instruction|input|output|question|answer|prompt|response|context|query)\s*\}")
+# Replies of a part among which one is again and again, and bytes of a question that a reply seldom repeats.
+SAMPLE, FEWEST_REPLIES, LONG_QUESTION = 1000, 8, 20
 # Characters of a conversation, of which a template may write what it is given more than once.
 MOST_TEXT = 4 * MAX_DOCUMENT_BYTES
 # A conversation by which a template shows how turns end.
@@ -143,6 +148,8 @@ class ChatTemplate:
         ends = sorted(ends - {""}, key=len, reverse=True)  # the longest of those that begin alike
         self._own_token = re.compile("|".join(map(re.escape, ends)) or "(?!)")
         self.told: collections.Counter = collections.Counter()  # of conversations that are doubtful, see common.tell
+        self._replies: collections.Counter = collections.Counter()  # last replies of the first conversations
+        self._places: dict[str, str] = {}  # where each was first
         self._render_template, self._syntax_error = import_renderer()
         if lacking := [token for token in sorted(tokenizer.lacking) if self._has(token)]:
             raise InputError(
@@ -231,8 +238,10 @@ class ChatTemplate:
                 text, marked = self.text_and_spans(**conversation)
             except ChatError as error:
                 raise InputError(f"{place}: {error}")
-            for doubt in self._doubts_of(conversation["messages"], text):
+            for doubt in self._doubts_of(conversation["messages"], text, place):
                 tell(self.told, "conversations", doubt, place)
+            for damage in damages_of(conversation["messages"]):
+                tell(self.told, "damaged conversations", damage, place)
             texts.append(text)
             spans.append(marked)
         result = []
@@ -242,7 +251,15 @@ class ChatTemplate:
             result.append((ids, marks))
         return result
 
-    def _doubts_of(self, messages: list[dict], text: str) -> Iterator[str]:
+    def take_told(self) -> collections.Counter:
+        """What conversations since the last call give reason to tell."""
+        (reply, count), *_ = self._replies.most_common(1) or [("", 0)]
+        if count >= FEWEST_REPLIES and 2 * count > self._replies.total():
+            self.told[f"doubt conversations\nthe reply is the same, {printable(reply)[:40]!r}; check what the data have as replies\n{self._places[reply]}"] += count
+        told, self.told, self._replies, self._places = self.told, collections.Counter(), collections.Counter(), {}
+        return told
+
+    def _doubts_of(self, messages: list[dict], text: str, place: str) -> Iterator[str]:
         """What a conversation says that may not be meant. A reply that calls tools, or is in another channel, may follow another."""
         contents, template = [message.get("content", "") for message in messages], "".join(self.texts.values())
         if any(content not in text and content.strip() in text for content in contents):
@@ -253,6 +270,12 @@ class ChatTemplate:
             message["role"] == "assistant" and counts(message) and not any(message.get(key) for key in ("tool_calls", "function_call", "channel"))
             for message in messages
         ]
+        replies = [content.strip() for content, is_reply in zip(contents, are_replies) if is_reply]
+        if replies and self._replies.total() < SAMPLE:
+            self._replies[replies[-1]] += 1
+            self._places.setdefault(replies[-1], place)
+        if any(reply.lower() in NO_REPLIES for reply in replies):
+            yield "a reply is None, nan or null, as programs write where there is none; leave such records out"
         before = {message["role"] for message in messages[: are_replies.index(True)]} if any(are_replies) else {"user"}
         if before <= {"system", "developer", "assistant"}:
             yield "a reply is learnt before anybody has asked; check the order of the messages"
@@ -519,6 +542,17 @@ class ChatTemplate:
         if not ends:
             return rest
         return rest[: ends[-1] if message.get("tool_calls") else ends[0]]
+
+
+def damages_of(messages: list[dict]) -> Iterator[str]:
+    """What a few conversations may say and many do not."""
+    if any(UNFILLED.search(message.get("content", "")) for message in messages):
+        yield "messages have places as {input} that nobody has filled in; fill them"
+    said = [(message["role"], message.get("content", "").strip(), counts(message)) for message in messages]
+    for (_, question, _), (role, reply, is_learnt) in zip(said, said[1:]):
+        if role == "assistant" and is_learnt and question and (reply == question or len(question) >= LONG_QUESTION and reply.startswith(question)):
+            yield "a reply repeats what was said before it; leave that out of it"
+            return
 
 
 def given_beside(tools: list | None = None, chat_template_kwargs: dict | None = None, **_: object) -> dict:

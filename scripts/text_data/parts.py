@@ -33,7 +33,7 @@ from .readers import InputFile, Reading
 from .tokenizer import make_tokenizer
 
 # Counts changes of what a part holds.
-VERSION = 9
+VERSION = 10
 # Documents are tokenized together up to this many bytes, so that a tokenizer can use all cores.
 BATCH_BYTES = 8 * 2**20
 # Small files are made together into a part up to this size; a larger file is one of its own.
@@ -44,6 +44,15 @@ LOOKED_AT = 1000
 DOUBTFUL_TEXTS = {
     "documents are JSON of a text, encoded once more than JSON Lines need; decode them": rb'"(?!.*[^\\]".)[^\n]*"|(?=[^\n]*\Z)[^\n]*\\n(?![a-z])[^\n]*',
     "documents are numbers and nothing else, as ids of tokens; give the text of which they were made": rb"(?=\[?\s*-?\d[.\d]*[\s,;]+-?\d)[-.\d\s,;\[\]]+",
+    "documents end in three dots, as texts that were cut short; give whole ones": rb"[\s\S]{40,}(?:\.\.\.|\xe2\x80\xa6)",
+}
+# Documents with such damage, and conversations, are told of where they are more than this share. UTF-8 that was read as Latin has some of the last signs.
+DAMAGED_SHARE = 0.01
+DAMAGES = {
+    "have U+FFFD in the place of what could not be decoded; decode the files by their own encoding": rb"\xef\xbf\xbd",
+    "have zero bytes, as binary files do; leave them out": rb"\0|\A\{[\s\S]*[^\\]\\u0000",
+    "are UTF-8 that was read in another encoding; decode the files as UTF-8":
+        rb"\xc3[\x83\x90\x91](?:\xc2[\x80-\xbf]|\xc5[\x92\x93\xa0\xa1\xb8\xbd\xbe]|\xe2[\x80\x82\x84])|\xc3\xa2(?:\xe2\x82\xac|\xc2\x80)",
 }
 # The file of the groups that workers make parts of.
 GROUPS = "groups"
@@ -191,6 +200,7 @@ class PartMaker:
                         file.write(content.data)
                     digests += digest
                     lengths.append(len(arrays[0]))
+                    counts["unknown_tokens"] += np.count_nonzero(arrays[0] == self.tokenizer.unknown) if self.tokenizer.unknown is not None else 0
                 more = sum(lengths[-len(batch) :])
                 self.progress.add(0, more)
                 total += more
@@ -200,8 +210,7 @@ class PartMaker:
             for file in files:
                 sync(file)
             if self.template is not None:
-                counts.update(self.template.told)
-                self.template.told.clear()
+                counts.update(self.template.take_told())
         finish_part(
             path,
             digests=np.frombuffer(digests, np.uint8).reshape(-1, 16),
@@ -232,6 +241,9 @@ class PartMaker:
                         counts["looked_at"] += 1
                         for doubt in (doubt for doubt, form in DOUBTFUL_TEXTS.items() if re.fullmatch(form, document.strip())):
                             tell(counts, "documents", doubt, source.place)
+                    counts["texts"] += 1
+                    for damage in (damage for damage, signs in DAMAGES.items() if re.search(signs, document)):
+                        tell(counts, "damaged documents", damage, source.place)
                     counts["empty_answers"] += empty_answers(document) if self.template is not None else 0
                     counts["of_other_splits"] += says_held_out(document) if self.template is not None else 0
                     yield document, digest, source.place

@@ -15,6 +15,7 @@ import io
 import itertools
 import json
 import os
+import re
 import zlib
 from dataclasses import dataclass
 from pathlib import Path
@@ -39,6 +40,8 @@ class Reading:
 # src/data/token_files.cpp has the same list.
 LEFTOVERS = ("~", ".bak", ".tmp", ".part", ".partial", ".orig", ".old", ".crdownload", ".download", ".incomplete", ".aria2", ".swp")
 
+# Names of files and folders as data sets have them for each split.
+SPLITS = re.compile(r"(?:.*[-_.])?(train|test|valid|validation|val|dev|eval|held_?out)(?:[-_.\d].*)?", re.IGNORECASE)
 QUOTED_ALL = "'.[]'"
 MOST_KEYS = 200  # of one part that are told of
 # Bytes of a text, and how many times as many another field has, where the wrong one may be named; records that tell of it.
@@ -55,6 +58,7 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: C
     leftovers: list[Path] = []
     markup: list[Path] = []
     twice: list[Path] = []
+    splits: dict[Path, dict[str, Path]] = collections.defaultdict(dict)  # for each folder its names of splits
     seen: set[tuple[int, int]] = set()
     for path in walked_files(inputs, patterns, out, links):
         status = os.stat(path)
@@ -72,10 +76,15 @@ def find_files(inputs: list[Path], patterns: list[str], out: Path, print_line: C
                 if path in inputs and path.suffix != ".txt":
                     raise InputError(f"{path}: is {what}, and would be learnt as it is written; if that is meant, name it .txt")
                 markup.append(path)
+            for place in (path, path.parent):
+                if (split := SPLITS.fullmatch(place.name)) and not any(split[1].lower() in pattern.lower() for pattern in patterns):
+                    splits[place.parent].setdefault(split[1].lower(), place)
             yield path
     searched = [real_path(given) for given in inputs if os.path.isdir(given)]
     links = [link for link in links if not is_below(real_path(link), searched)]
+    held_out = [place for names in splits.values() if "train" in names for split, place in names.items() if split != "train"]
     for paths, told in (
+        (held_out, "named as data to evaluate on, beside others for training, and taken with them; choose files with --include"),
         (links, "links to folders are not followed; to have their files, give these folders, too"),
         (leftovers, "left out as what an editor or a download has left; to have such files, rename them or give --include"),
         (markup, "web pages or CSV, learnt as they are written; make text or JSON Lines of them unless that is meant"),
@@ -219,21 +228,29 @@ class InputFile:
             self._tell_of_other_field(size / max(filled, 1), 2 * filled < records)
 
     def _tell_of_other_field(self, length: float, is_empty: bool) -> None:
-        """Where texts have about this length or most of them are empty, and another field of the records has more."""
-        if length >= SHORT_TEXT and not is_empty:
-            return
+        """Where texts have about this length or most of them are empty, and another field of the records has more, or begins with them."""
         field, sizes, number = self._reading.field, collections.defaultdict(list), 0
+        begun: collections.Counter = collections.Counter()
         with contextlib.suppress(Exception):  # what nobody asked for may be in any state
             asked = (record for record in self._records() if not (is_empty and record.get(field)))
             for number, record in enumerate(itertools.islice(asked, SAMPLE), 1):
+                text = str(record.get(field) or "")
+                start = text.rstrip(" .\u2026")
                 for name, value in record.items():
                     if name != field and isinstance(value, str):
                         sizes[name].append(len(bytes_of(value, False)))
+                        begun[name] += bool(start) and len(value) > len(text) and value.startswith(start)
         medians = {name: sorted(some + [0] * (number - len(some)))[number // 2] for name, some in sizes.items()}
         other = max(medians, key=medians.get, default=None)
-        if other is None or medians[other] < (max(length / 2, 1) if is_empty else max(FAR_LONGER * length, SHORT_TEXT)):
+        is_begin = other is not None and 2 * begun[other] > number
+        if other is None or medians[other] < (max(length / 2, 1) if is_empty or is_begin else max(FAR_LONGER * length, SHORT_TEXT)):
             return
-        doubt = "is null or empty in more than half of the records" if is_empty else f"is short, and another field is {FAR_LONGER} times as long"
+        doubt = f"is short, and another field is {FAR_LONGER} times as long"
+        if is_empty:
+            doubt = "is null or empty in more than half of the records"
+            self._told[f"fuller {other}"] += 1
+        elif is_begin:
+            doubt = "is the beginning of another field"
         tell(self._told, "files", printable(f'"{field}" {doubt}; name "{other}" with --jsonl-field if its text is meant'), str(self.path))
 
     def _records(self) -> Iterator[dict]:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import json
 import os
+import re
 from pathlib import Path
 from typing import Iterator
 
@@ -34,6 +35,7 @@ class ByteTokenizer:
     special_tokens: dict[str, str] = {}
     added_tokens: tuple[str, ...] = ()
     lacking: set[str] = set()
+    unknown = None
 
     def id_of(self, name: str) -> int | None:
         return None
@@ -85,6 +87,8 @@ class JsonTokenizer:
             self.bos = self._find_bos(bos_name, config.get("add_bos_token"))
         self.eos = self._find_eos(eos_name, needs_eos)
         self._given = {"bos_token": bos_name, "eos_token": eos_name}
+        unknown = self.id_of(getattr(self._tokenizer.model, "unk_token", None) or self.special_tokens.get("unk_token", "<unk>"))
+        self.unknown = None if unknown in (*self.bos, self.eos) else unknown  # text that the tokenizer has no token for
 
     @property
     def tokens_checksum(self) -> str:
@@ -178,7 +182,8 @@ class JsonTokenizer:
     def _named(self, name: str, option: str) -> int:
         if (token := self.id_of(name)) is None:
             raise InputError(f"{self.path}: has no token {name}; give {option} another name")
-        if len(name) == 1 or name.isdigit():  # an id where a name is wanted, or a sign that ends sentences
+        is_own = name in self.added_tokens or re.fullmatch(r"[<\[|].*\w.*[>\]|]", name)
+        if len(name) == 1 or name.isdigit() or not is_own:  # an id where a name is wanted, or a word or a sign of sentences
             raise InputError(f"{self.path}: {name} is a token of ordinary text (id {token}); give {option} the name of a special token")
         return token
 

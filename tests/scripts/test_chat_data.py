@@ -409,7 +409,7 @@ class Files(Preparation):
         return self.write_chats([*chats, *copies])
 
     def test_conversations_that_differ_in_what_is_not_trained_on_are_duplicates(self):
-        chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes"}] for i in range(100)]
+        chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"yes, {i}"}] for i in range(100)]
         options = ("--chat", "chatml", "--sequence-length", 64, "--eval-fraction", 0.3)
         self.prepare(self.write_chats(chats), *options)
         want = [self.read(split)[0].tolist() for split in ("train-00000", "eval-00000")]
@@ -429,7 +429,7 @@ class Files(Preparation):
         shown = CHATML_JINJA.replace("message['content']", "message['content'] + message.id | default('') | string")
         config = {"chat_template": [{"name": "default", "template": shown}], "eos_token": "<|im_end|>"}
         template = self.write("tokenizer_config.json", json.dumps(config))
-        chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": "yes"}] for i in range(50)]
+        chats = [[{"role": "user", "content": f"{i}?"}, {"role": "assistant", "content": f"yes, {i}"}] for i in range(50)]
         path = self.write_beside(chats, lambda number: {"id": number, "timestamp": number})
         info = self.prepare(path, "--chat", template, "--sequence-length", 64, "--eval-fraction", 0.3)
         self.assertEqual(info["left_out"]["duplicate_documents"], 0)
@@ -498,7 +498,7 @@ class Files(Preparation):
         self.assertEqual(self.kept("chat_template.jinja"), "{# #}" + CHATML_JINJA + "{# #}{# other #}")
 
     def test_markers_that_are_no_tokens_are_told(self):
-        words = {"<|im_start|>": 0, "<|im_end|>": 1, "<|endoftext|>": 2, "[UNK]": 3}
+        words = {"<|im_start|>": 0, "<|im_end|>": 1, "<|endoftext|>": 2, "[UNK]": 3, "user": 4, "1+1?": 5, "assistant": 6, "2": 7}
         tokenizer = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="[UNK]"))
         tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
         tokenizer.add_special_tokens(["<|im_start|>", "<|im_end|>", "<|endoftext|>"])
@@ -507,7 +507,7 @@ class Files(Preparation):
         self.prepare(*arguments, "--chat", "chatml")
         tokens, marks = self.read()
         # <|im_start|> user / 1+1? <|im_end|> / <|im_start|> assistant / 2 <|im_end|>
-        self.assertEqual(tokens.tolist(), [0, 3, 3, 1, 0, 3, 3, 1] + [2] * 8)
+        self.assertEqual(tokens.tolist(), [0, 4, 5, 1, 0, 6, 7, 1] + [2] * 8)
         self.assertEqual(marks.tolist(), [2, 0, 0, 0, 0, 0, 1, 1, 2] + [0] * 7)
 
     def test_a_run_that_continues_makes_text_again_with_other_special_tokens(self):

@@ -268,8 +268,8 @@ class Content(Targets):
     def test_parts_of_text_are_joined(self):
         parts = [{"type": "text", "text": "a b"}, {"type": "text", "text": "c"}]
         for table in (False, True):
-            for chat in ([user([{"type": "text", "text": "hi"}]), assistant(parts)], [user(parts), assistant([*parts[:1]])],
-                         [{"role": "system", "content": parts}, user(parts), assistant(parts)]):
+            for chat in ([user([{"type": "text", "text": "hi"}]), assistant(parts)], [user(parts), assistant(parts[1:])],
+                         [{"role": "system", "content": parts}, user(parts), assistant(parts[1:])]):
                 joined = [m | {"content": "".join(part["text"] for part in m["content"])} for m in chat]
                 self.targets([{"messages": chat}], table=table)
                 ids = self.ids()

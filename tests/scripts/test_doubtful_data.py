@@ -62,6 +62,25 @@ class Tokenizers(Doubtful):
                     assert_refused(self, result, "tokenizer.json", "dropout")
 
 
+    def test_text_of_which_it_knows_little(self):
+        words = {"[UNK]": 0, "<|endoftext|>": 1, "one": 2, "two": 3}
+        for kind, model in (("WordLevel", {"vocab": words}), ("WordPiece", {"vocab": words, "continuing_subword_prefix": "##", "max_input_chars_per_word": 99})):
+            path = self.write(f"{kind}/tokenizer.json", json.dumps({
+                "version": "1.0", "added_tokens": [], "pre_tokenizer": {"type": "Whitespace"}, "model": model | {"type": kind, "unk_token": "[UNK]"}}))
+            for text, is_told in (("one three two " * 50, True), ("one two " * 50 + "three two", False), ("one " * 60 + "four", True)):
+                with self.subTest(kind, text=text[-9:]):
+                    result = self.prepare_text(self.write("a.txt", text), "--tokenizer", path)
+                    assert_ended_well(self, result)
+                    self.assertEqual("of the tokens" in result.stderr, is_told, result.stderr)
+
+    def test_a_token_of_text_ends_or_begins_documents(self):
+        text, vocab = self.write("a.txt", "some text"), json.loads(self.tokenizer.read_text())["model"]["vocab"]
+        for name in [name for name in vocab if name.isalpha() and len(name) > 1][:2] + [name for name in vocab if name.startswith("\u0120") and len(name) > 1][:2]:
+            for option in ("--eos", "--bos"):
+                with self.subTest(name, option=option):
+                    assert_refused(self, self.prepare_text(text, "--tokenizer", self.tokenizer, option, name), "tokenizer.json", option)
+
+
 class Templates(Doubtful):
     def test_two_in_a_folder_that_differ(self):
         chats, folder = self.write_chats([GREETING]), self.tokenizer.parent
@@ -174,6 +193,53 @@ class Files(Doubtful):
                 with self.subTest(rows=len(rows), form=form):
                     result = self.prepare_text(self.write_table(rows, form), "--jsonl-field", "text")
                     self.assertEqual((result.returncode, result.stderr), (0, ""))
+
+    def test_the_beginning_of_another_field(self):
+        texts = [f"{number} is the number of which this text of several words tells" * 2 for number in range(50)]
+        for cut in (lambda text: text[:40], lambda text: text[:70] + "...", lambda text: text[:60].rstrip() + "\u2026"):
+            for form in FORMS:
+                path = self.write_table([{"title": cut(text), "body": text, "id": "a"} for text in texts], form)
+                assert_told(self, self.prepare_text(path, "--jsonl-field", "title"), path.name, '"title"', '"body"')
+                self.assertNotIn("warning", self.prepare_text(path, "--jsonl-field", "body").stderr)
+        assert_told(self, self.prepare_text(self.write_table([{"text": text[:70] + "..."} for text in texts], "jsonl"), "--jsonl-field", "text"), "50 documents", "three dots")
+
+    def test_a_field_that_is_empty_everywhere(self):
+        for form in FORMS:
+            for field, other in (("text", "body"), ("content", "words")):
+                path = self.write_table([{field: "", other: f"some words {number}"} for number in range(9)], form)
+                assert_refused(self, self.prepare_text(path, "--jsonl-field", field), f'"{field}"', "--jsonl-field", other)
+
+    def test_damaged_documents(self):
+        fine = [f"Gr\u00fc\u00dfe {number}, \u201csch\u00f6n\u201d, N\u00c3O, \u00c3\u00a9 \u2026" [:-5] for number in range(300)]
+        def misread(text, coding):
+            return text.encode().decode(coding)
+        for damaged in (misread("B\u00e4r", "cp1252"), misread("it\u2019s", "cp1252"), misread("Stra\u00dfe", "latin-1"), misread("\u043f\u043e", "latin-1"),
+                        "B\ufffdr", "words\0 and more"):
+            for count in (0, 2, 6):
+                with self.subTest(damaged, count=count):
+                    path = self.write_table([{"text": text} for text in fine + [f"{damaged} {number}" for number in range(count)]], "jsonl")
+                    result = self.prepare_text(path, "--jsonl-field", "text")
+                    if count == 6:
+                        assert_told(self, result, "a.jsonl:301", "6 documents of 306")
+                    else:
+                        self.assertEqual((result.returncode, result.stderr), (0, ""))
+        assert_told(self, self.prepare(self.write_chats([[user("B\u00c3\u00a4r"), assistant(f"no {number}")] for number in range(9)])), "9 documents of 9")
+
+    def test_files_of_other_splits_beside_those_for_training(self):
+        for number, (train, others) in enumerate((("train.txt", ["test.txt", "valid.txt"]), ("train-00000-of-00002.txt", ["validation-00000-of-00001.txt"]),
+                                                  ("train/a.txt", ["dev/a.txt"]), ("my_train.txt", ["my_val.txt"]), ("Train.txt", ["Test.txt"]))):
+            folder = self.folder / f"corpus{number}"
+            for name in (train, *others):
+                self.write(f"{folder.name}/{name}", f"words of {name}")
+            with self.subTest(train):
+                result = self.prepare_text(folder)
+                assert_told(self, result, others[0].split("/")[0], f"{len(others) - 1} more" if others[1:] else "--include")
+                self.assertEqual(self.prepare_text(folder, "--include", train).stderr, "")
+        for names in (("test.txt", "testing.txt"), ("trainer.txt", "tester.txt", "value.txt"), ("train.txt", "protest.txt")):
+            folder = self.folder / names[-1].removesuffix(".txt")
+            for name in names:
+                self.write(f"{folder.name}/{name}", f"words of {name}")
+            self.assertEqual(self.prepare_text(folder).stderr, "", names)
 
     def test_texts_that_are_encoded_twice_or_are_numbers(self):
         lines = [f"Line {number} of it.\n\nIt says \"a\"." for number in range(30)]
@@ -401,6 +467,38 @@ class Conversations(Doubtful):
                     self.assertIn(name, line)
                 self.assertNotIn("channel", line)
                 self.assertEqual(self.info(result)["train"]["documents"], 2)
+
+    def told(self, replies, asked="question {}"):
+        """The warnings for conversations with these replies."""
+        result = self.prepare(self.write_chats([[user(asked.format(number)), assistant(reply.format(number))] for number, reply in enumerate(replies)]))
+        assert_ended_well(self, result)
+        return result.stderr
+
+    def test_replies_that_nobody_has_written(self):
+        fine = ["reply {}"] * 30
+        self.assertEqual(self.told(fine), "")
+        for reply in ("None", "nan", " null\n", "NaN"):
+            self.assertIn("2 conversations", self.told(fine + [reply] * 2))
+        self.assertEqual(self.told(fine + ["None of them is null {}"]), "")
+
+    def test_the_same_reply_again_and_again(self):
+        for reply in ("I cannot help.", "yes"):
+            for count, others, is_told in ((20, 10, True), (9, 0, True), (10, 20, False), (5, 1, False)):
+                with self.subTest(reply, count=count):
+                    said = self.told(["reply {}"] * others + [reply] * count)
+                    self.assertEqual(f"{count} conversations" in said and reply in said, is_told, said)
+
+    def test_replies_that_repeat_the_question(self):
+        asked = "what is the number that follows {}"
+        for reply in (asked, asked + "\nIt is the next."):
+            self.assertIn("9 conversations of 9", self.told([reply] * 9, asked))
+        self.assertEqual(self.told(["no, {}", "hi {} there", asked[:12] + " {}"] * 3, "hi {}"), "")
+
+    def test_places_that_nobody_has_filled_in(self):
+        for place in ("{{instruction}}", "{{{{ question }}}}", "{{input}}"):
+            self.assertIn("9 conversations of 9", self.told(["reply {}"] * 9, "{} " + place))
+            self.assertIn("9 conversations of 9", self.told([place + " reply {}"] * 9))
+        self.assertEqual(self.told(["reply {}"] * 9, "f(x) = {{x}}, {{number}} and {{}} of {}"), "")
 
     def test_content_with_the_token_that_ends_turns(self):
         """Text that a template made before has it."""

@@ -56,6 +56,27 @@ class Documents(unittest.TestCase):
         self.assertEqual(self.call(DOCUMENT, encoding="utf-8-sig"), (0, ""))
         self.assertEqual(self.out.read_bytes(), made)
 
+    def test_equal_choices(self):
+        rows = [{**DOCUMENT, "choices": [" 1", " 2", f" {number}"], "answer": number % 3} for number in range(3, 400)]
+        for equal in ([" 1", " 2", " 1"], [" a", " a"]):
+            code, error = self.call(*rows[:20], {**DOCUMENT, "choices": equal})
+            self.assertEqual(code, 2)
+            self.assertRegex(error, r"\Aprepare_eval: error: .*in.jsonl: document 21 [^\n]*\n\Z")
+            code, error = self.call(*rows, {**DOCUMENT, "choices": equal})
+            self.assertEqual(code, 0)
+            self.assertRegex(error, r"\Aprepare_eval: warning: .*in.jsonl: document 398 [^\n]*\n\Z")
+        winogrande = {"sentence": "A met B, for _ was late", "option1": "A", "option2": "B", "answer": "1"}
+        self.assertEqual(self.call(winogrande, task="winogrande"), (0, ""))
+        self.assertEqual(self.call({**winogrande, "option2": "A"}, task="winogrande")[0], 2)
+
+    def test_one_choice_that_is_always_right(self):
+        for label in (0, 1):
+            rows = [{**DOCUMENT, "context": str(number), "answer": label} for number in range(20)]
+            code, error = self.call(*rows)
+            self.assertEqual(code, 0)
+            self.assertRegex(error, rf"\Aprepare_eval: warning: .*in.jsonl: choice {label + 1} [^\n]*\n\Z")
+            self.assertEqual(self.call(*rows, {**DOCUMENT, "answer": 1 - label}), (0, ""))
+
     def test_what_is_no_list_of_texts_is_refused(self):
         hellaswag = {"activity_label": "a", "ctx_a": "a", "ctx_b": "b", "endings": "xyz", "label": 0}
         for task, document, message in (
