@@ -1,5 +1,6 @@
 #include "comm/launch/launch_checks.h"
 
+#include <array>
 #include <map>
 
 #include "core/error.h"
@@ -136,6 +137,48 @@ TEST_CASE("A process among several of which only a part is known does not train 
                                   {{"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_PROCID", "1"}}}) {
     INFO(part.begin()->first << " = " << part.begin()->second);
     CHECK_FALSE(error_of([&] { launched_with(part); }).empty());
+  }
+}
+
+TEST_CASE("Numbers of hosts and of ranks on a host do not contradict WORLD_SIZE", "[launch]") {
+  using Environment = std::map<std::string, std::string>;
+  const auto with = [](const char* rank, const char* size, Environment more) {
+    more.insert({{"RANK", rank}, {"WORLD_SIZE", size}, {"MASTER_ADDR", "a"}});
+    return more;
+  };
+  using Case = std::pair<const char*, Environment>;
+  for (const auto& [named, environment] :
+       {Case{"NNODES", with("0", "1", {{"NNODES", "2"}})},
+        Case{"NNODES", with("3", "4", {{"NNODES", "5"}, {"NODE_RANK", "1"}})},
+        Case{"NODE_RANK", with("0", "1", {{"NODE_RANK", "1"}, {"NNODES", "1"}})},
+        Case{"NODE_RANK", with("1", "2", {{"NODE_RANK", "7"}})},
+        Case{"LOCAL_RANK", with("0", "1", {{"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "1"}})},
+        Case{"LOCAL_RANK", with("5", "8", {{"LOCAL_RANK", "5"}, {"LOCAL_WORLD_SIZE", "4"}})}}) {
+    INFO(named);
+    CHECK(error_of([&, &of = environment] { launched_with(of); }).find(named) != std::string::npos);
+  }
+  for (const Environment& sound :
+       {with("0", "1", {{"NNODES", "1"}, {"NODE_RANK", "0"}, {"LOCAL_RANK", "0"}, {"LOCAL_WORLD_SIZE", "1"}}),
+        with("5", "8", {{"NNODES", "2"}, {"NODE_RANK", "1"}, {"LOCAL_RANK", "1"}, {"LOCAL_WORLD_SIZE", "4"}}),
+        with("1", "2", {{"NNODES", "1:4"}, {"NODE_RANK", ""}, {"LOCAL_RANK", "3"}})}) {
+    CHECK(error_of([&] { launched_with(sound); }).empty());
+  }
+}
+
+TEST_CASE("Lists of several hosts as JSON are not one process", "[launch]") {
+  for (const auto& [name, one, several] :
+       {std::array{"SM_HOSTS", R"(["algo-1"])", R"(["algo-1","algo-2"])"},
+        {"SM_HOSTS", "[\"algo-1\"]\n", R"([ "algo-1", "algo-2", "algo-3" ])"},
+        {"TF_CONFIG", R"({"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}})",
+         R"({"task": {"type": "worker", "index": 0}, "cluster": {"worker": ["a:1", "b:1"]}})"},
+        {"TF_CONFIG", R"({"task": {"type": "chief", "index": 0}, "cluster": {"chief": ["a:1"]}})",
+         R"({"cluster": {"chief": ["a:1"], "worker": ["b:1"]}, "task": {"type": "chief", "index": 0}})"}}) {
+    INFO(name << " = " << several);
+    CHECK(launched_with({{name, one}}).over == LaunchedAs::Over::kNone);
+    CHECK(error_of([&, name = name, several = several] {
+            launched_with({{name, several}});
+          }).find(name) != std::string::npos);
+    CHECK(launched_with({{name, several}, {"RANK", "0"}, {"WORLD_SIZE", "2"}, {"MASTER_ADDR", "a"}}).size == 2);
   }
 }
 

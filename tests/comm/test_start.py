@@ -306,6 +306,7 @@ class StartTest(RanksTest):
             secret = os.path.join(folder, "secret")
             with open(secret, "w", encoding="ascii") as file:
                 file.write("0123456789abcdef\n")
+            os.chmod(secret, 0o600)
             port = free_port()
             rendezvous = {"WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)}
             first = subprocess.run([PROGRAM, "alone", "rendezvous_seconds=0.1"], stderr=subprocess.PIPE, text=True, timeout=60,
@@ -359,6 +360,20 @@ class StartTest(RanksTest):
                     refused = start(1, **given)
                     self.assertIn("PARKA_RENDEZVOUS_SECRET", refused.communicate(timeout=60)[1])
                     self.assertEqual(refused.returncode, 2)
+            for wrong in ({"PARKA_RENDEZVOUS_SECRET": secret}, {"PARKA_RENDEZVOUS_SECRET": "/no/such/folder/secret"}, {"PARKA_RENDEZVOUS_SECRET": "~/.parka/our-secret"},
+                          {"PARKA_RENDEZVOUS_SECRET": os.path.relpath(secret)}, {"PARKA_RENDEZVOUS_SECRETFILE": secret}, {"PARKA_SECRET_FILE": secret},
+                          {"PARKA_RENDEZVOUS_TOKEN": 16 * "x"}, {"PARKA_SECRET": 16 * "x"}):
+                with self.subTest(wrong):
+                    refused = start(0, "rendezvous_seconds=0.5", **wrong)
+                    errors = refused.communicate(timeout=60)[1]
+                    self.assertEqual((refused.returncode, len(errors.splitlines())), (2, 1), errors)
+                    self.assertIn(next(iter(wrong)), errors)
+                    self.assertIn("PARKA_RENDEZVOUS_SECRET_FILE", errors)
+            for mode, is_told in ((0o600, 0), (0o400, 0), (0o640, 1), (0o604, 1)):
+                with self.subTest(oct(mode)):
+                    os.chmod(secret, mode)
+                    waiting = start(0, "rendezvous_seconds=0.5", "--ranks=2", PARKA_RENDEZVOUS_SECRET_FILE=secret)
+                    self.assertEqual(waiting.communicate(timeout=60)[1].count("warning: PARKA_RENDEZVOUS_SECRET_FILE"), is_told)
             short = os.path.join(folder, "short")
             with open(short, "w", encoding="ascii") as file:
                 file.write("short\n")

@@ -60,6 +60,19 @@ class OneRank(TokenRuns):
                     self.assertEqual(len(result.stderr.splitlines()), len(plain.stderr.splitlines()), shown(plain) + shown(result))
 
 
+    def test_a_command_of_one_process_among_several(self):
+        torch = {"RANK": "1", "WORLD_SIZE": "2"}
+        for named, variables in (("WORLD_SIZE", torch), ("WORLD_SIZE", {**torch, "RANK": "0", "MASTER_ADDR": "a"}), ("SLURM_STEP_NUM_TASKS", {**STEP, "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "4"}),
+                                 ("OMPI_COMM_WORLD_SIZE", {"OMPI_COMM_WORLD_RANK": "0", "OMPI_COMM_WORLD_SIZE": "2"}), ("PMI_SIZE", {"PMI_RANK": "1", "PMI_SIZE": "3"}),
+                                 (None, {"RANK": "0", "WORLD_SIZE": "1"}), (None, {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "8", "SLURM_PROCID": "0"}), (None, {})):
+            for command in (("config", "check", self.tiny), ("data", self.tiny)):
+                with self.subTest(variables, command=command):
+                    result = parka(*command, env=starters.environment(**variables))
+                    assert_ended_well(self, result)
+                    told = [line for line in result.stderr.splitlines() if "warning" in line and (named or "") in line]
+                    self.assertEqual(len(told), 0 if named is None else 1, shown(result))
+
+
 class RandomWeights(TokenRuns):
     def test_what_is_added_to_random_weights_is_told_of(self):
         config = self.write_config(self.config([self.write("ids.npy", random_ids(500, 256))], 256))

@@ -55,7 +55,7 @@ std::unique_ptr<Transport> join_ranks(const LaunchedAs& launched, LocalRank loca
   RankAddress rank_0;
   if (launched.over == LaunchedAs::Over::kTcp) {
     rank_0 = {.addresses = {launched.address}, .port = launched.port};
-    rank_0.word = {fmt::format("{}/{}", launched.token, size), read_secret()};
+    rank_0.word = {fmt::format("{}/{}", launched.token, size), launched.secret};
     local.listener.reset();
   } else {
     rank_0 = {.addresses = loopback_addresses(), .port = local.port, .word = {local.token, ""}, .is_open = true};
@@ -176,7 +176,8 @@ int run_rank(const LaunchOptions& options, const LaunchedAs& launched, LocalRank
 
 int run_launched(const LaunchOptions& options, const std::function<int(Launch&)>& body) {
   const auto variable = [](const char* name) -> const char* { return std::getenv(name); };
-  const LaunchedAs launched = launched_as(variable, built_with_mpi());
+  LaunchedAs launched = launched_as(variable, built_with_mpi());
+  if (launched.over == LaunchedAs::Over::kTcp) launched.secret = read_secret();
   if (launched.over == LaunchedAs::Over::kNone) {
     const std::string idle = idle_in_job(variable, options.local_ranks);
     if (!idle.empty()) log_warning("{}", idle);

@@ -3,9 +3,11 @@
 #include <algorithm>
 #include <array>
 #include <charconv>
+#include <climits>
 #include <cstring>
 #include <map>
 #include <sstream>
+#include <tuple>
 #include <utility>
 
 #include "core/error.h"
@@ -13,14 +15,14 @@
 namespace parka {
 namespace {
 
-constexpr size_t kShownCharacters = 120;  // of a line in a message
+constexpr size_t kShownCharacters = 120;  // of a line or a value in a message
 
 using Environment = std::function<const char*(const char*)>;
 
 // The form of messages.
 std::string shown(const Environment& variable, const char* name) {
   const char* const text = variable(name);
-  return text == nullptr ? "not set" : *text == '\0' ? "empty" : text;
+  return text == nullptr ? "not set" : *text == '\0' ? "empty" : std::string(text).substr(0, kShownCharacters);
 }
 
 // -1 where the text is no whole number.
@@ -129,6 +131,13 @@ int port_in(const Environment& variable, int otherwise) {
 LaunchedAs named_by_variables(const Environment& variable) {
   constexpr int kPort = 29500;  // PyTorch's
   LaunchedAs launched = counted_by(variable, LaunchedAs::Over::kTcp, kTorch);
+  for (const auto& [name, limit] : {std::pair{"NNODES", launched.size + 1},
+                                    {"NODE_RANK", launched.size},
+                                    {"LOCAL_RANK", number_in(variable, "LOCAL_WORLD_SIZE", INT_MAX)}}) {
+    if (number_in(variable, name, 0) < limit) continue;
+    throw_bad_input("{} is {}, which contradicts WORLD_SIZE or LOCAL_WORLD_SIZE: correct or unset one of them",
+                    name, shown(variable, name));
+  }
   if (launched.size == 1) return launched;
   if (variable("MASTER_ADDR") == nullptr) {
     throw_bad_input(
@@ -177,6 +186,10 @@ void refuse_partly_numbered(const Environment& variable) {
     if (size != nullptr) require(size, number_in(variable, size, 1) == 1);
   }
   require("MASTER_ADDR", variable("MASTER_ADDR") == nullptr);
+  for (const char* name : {"SM_HOSTS", "TF_CONFIG"}) {  // JSON, with commas between [ and ] if there are several
+    const std::string text = text_in(variable, name);
+    require(name, text.find(',', text.find('[')) >= text.rfind(']'));
+  }
 }
 
 }  // namespace
@@ -225,21 +238,17 @@ LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, 
 
 std::string idle_in_job(const std::function<const char*(const char*)>& variable, int ranks) {
   if (variable("SLURM_STEP_NUM_TASKS") != nullptr) return "";  // srun has started just this
-  constexpr const char* kAdvice = "start the run with srun --mpi=none, or on one host with --gpus or --ranks";
   // One name of each pair is older.
-  for (const char* name : {"SLURM_NTASKS", "SLURM_NPROCS"}) {
-    const int tasks = number_in(variable, name, 0);
-    if (tasks > ranks) {
-      return fmt::format("the Slurm job has {} tasks ({}), and this run {} rank{}: {}", tasks, name, ranks,
-                         ranks == 1 ? "" : "s", kAdvice);
-    }
-  }
-  for (const char* name : {"SLURM_JOB_NUM_NODES", "SLURM_NNODES"}) {
-    const int hosts = number_in(variable, name, 0);
-    if (hosts > 1) {
-      return fmt::format("the Slurm job has {} hosts ({}), and this run is on one of them: {}", hosts, name,
-                         kAdvice);
-    }
+  for (const auto& [name, what, most] : {std::tuple{"SLURM_NTASKS", "tasks", ranks},
+                                         {"SLURM_NPROCS", "tasks", ranks},
+                                         {"SLURM_JOB_NUM_NODES", "hosts", 1},
+                                         {"SLURM_NNODES", "hosts", 1}}) {
+    const int number = number_in(variable, name, 0);
+    if (number <= most) continue;
+    return fmt::format(
+        "the Slurm job has {} {} ({}), and this run {} rank{} on one host: start the run with srun --mpi=none, or on one "
+        "host with --gpus or --ranks",
+        number, what, name, ranks, ranks == 1 ? "" : "s");
   }
   return "";
 }

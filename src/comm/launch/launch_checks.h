@@ -18,6 +18,7 @@ struct LaunchedAs {
   std::string address = {};
   int port = 0;
   std::string token = {};
+  std::string secret = {};  // that of the environment (secret.h)
 };
 // `variable(name)` returns its value or nullptr, as getenv does. Among several launchers mpirun counts first, then
 // RANK, WORLD_SIZE and MASTER_ADDR, then Slurm; processes of srun use MPI if `has_mpi` and Slurm has prepared it.

@@ -143,8 +143,8 @@ std::string meaning_of(const std::string& answer, int other) {
     return fmt::format("rank {} has no secret, and this one has: set {} there", other, kSecret);
   if (answer.starts_with(kProve))
     return fmt::format("somebody answers who does not know the secret of {}", kSecret);
-  // A port of the same number on another network, a run of another size, a run before this.
-  return fmt::format("somebody answers who is not rank {} of this run", other);
+  // A port of the same number on another network, a run before this.
+  return fmt::format("somebody answers who is not rank {} of this run, or has another WORLD_SIZE", other);
 }
 
 // Exchanges the word of the run with who listens at the other end; closes the connection where that is no rank.

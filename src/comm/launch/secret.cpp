@@ -4,10 +4,13 @@
 #include <cstdlib>
 #include <filesystem>
 #include <fstream>
+#include <string_view>
 
 #include <sodium.h>
+#include <unistd.h>
 
 #include "core/error.h"
+#include "core/log/log.h"
 
 namespace parka {
 namespace {
@@ -31,6 +34,10 @@ std::string read_file(const char* path) {
   if (!std::filesystem::is_regular_file(path, error)) {
     throw_bad_input("{}: {}: {}", kSecretFile, path, error ? error.message() : "is not a regular file");
   }
+  if ((std::filesystem::status(path, error).permissions() & std::filesystem::perms(077)) !=
+      std::filesystem::perms()) {
+    log_warning("{}: {}: others on this host have access to it; chmod 600 it", kSecretFile, path);
+  }
   std::string text(kMostBytes, '\0');
   std::ifstream file(path, std::ios::binary);
   file.read(text.data(), static_cast<std::streamsize>(text.size()));
@@ -47,12 +54,27 @@ std::string checked(std::string secret, const std::string& name) {
                   is_long ? "more" : std::to_string(secret.size()), kFewestBytes, kMostBytes - 1);
 }
 
+void refuse_misspelt() {
+  for (char** entry = environ; *entry != nullptr; ++entry) {
+    const std::string_view text = *entry, name = text.substr(0, text.find('='));
+    const bool is_near = name.starts_with("PARKA_RENDEZVOUS") || name.starts_with("PARKA_SECRET");
+    if (!is_near || name == kSecret || name == kSecretFile) continue;
+    throw_bad_input("{}: unknown variable; the secret is {}, its file {}", name, kSecret, kSecretFile);
+  }
+}
+
 }  // namespace
 
 std::string read_secret() {
+  refuse_misspelt();
   const char *const text = std::getenv(kSecret), *const path = std::getenv(kSecretFile);
   if (text != nullptr && path != nullptr)
     throw_bad_input("{} and {} are both set: unset one", kSecret, kSecretFile);
+  std::error_code error;
+  if (text != nullptr &&
+      (*text == '/' || std::string_view(text).starts_with("~/") || std::filesystem::exists(text, error))) {
+    throw_bad_input("{}: looks like the name of a file, which {} gives; set that instead", kSecret, kSecretFile);
+  }
   if (text != nullptr) return checked(text, kSecret);
   return path == nullptr ? "" : checked(read_file(path), fmt::format("{}: {}", kSecretFile, path));
 }

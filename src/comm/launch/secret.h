@@ -9,8 +9,8 @@ namespace parka {
 inline constexpr const char *kSecret = "PARKA_RENDEZVOUS_SECRET", *kSecretFile = "PARKA_RENDEZVOUS_SECRET_FILE";
 
 // The secret of kSecret or of the file of kSecretFile, without the line's end; empty where neither is set. Throws
-// Error(kBadInput), which names the variable, if both are set, if the file cannot be read or the secret is too
-// short, or if this build cannot use one.
+// Error(kBadInput), which names the variable, if both are set or misspelt, if the file cannot be read or the secret
+// is too short, or if this build cannot use one.
 std::string read_secret();
 
 // A random word that no other exchange has.

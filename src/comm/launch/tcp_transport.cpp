@@ -216,8 +216,8 @@ std::unique_ptr<Transport> join_over_tcp(const RankAddress& rank_0, std::shared_
   const std::string missing = missing_ranks(connections, 1);
   if (!missing.empty()) {
     throw_bad_input(
-        "of {} ranks these have not come to rank 0, TCP port {}, within {:.0f} s: {}; are they started, and does "
-        "MASTER_ADDR name this host?",
+        "of {} ranks these have not come to rank 0, TCP port {}, within {:.0f} s: {}; are they started, with the same "
+        "WORLD_SIZE, and does MASTER_ADDR name this host?",
         size, listener->port(), times.limit, missing);
   }
   return std::make_unique<TcpTransport>(rank, reach, std::move(connections));

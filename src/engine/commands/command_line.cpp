@@ -4,10 +4,12 @@
 #include <charconv>
 #include <csignal>
 #include <cstdio>
+#include <cstdlib>
 #include <optional>
 
 #include <fmt/ranges.h>
 
+#include "comm/launch/launch_checks.h"
 #include "core/error.h"
 #include "core/log/log.h"
 #include "core/open_files.h"
@@ -415,7 +417,20 @@ int print_text(const std::string& text) {
   return 0;
 }
 
+void warn_of_other_processes() {
+  try {
+    const LaunchedAs launched =
+        launched_as([](const char* name) -> const char* { return std::getenv(name); }, true);
+    if (launched.size < 2) return;
+    log_warning("{} counts {} processes, each of which does all of this command: start it once, without a launcher",
+                launched.variable, launched.size);
+  } catch (const Error& error) {  // about variables that only training needs
+    log_warning("each process does all of this command: {}", error.what());
+  }
+}
+
 int run_command(const CLI::App& app, const CommandLine& line) {
+  if (!app.got_subcommand("train") && !app.got_subcommand("bench")) warn_of_other_processes();
   if (app.got_subcommand("train")) return run_train(line.train);
   if (app.got_subcommand("plan")) return line.plan.fit ? run_fit(line.plan) : run_plan(line.plan);
   if (app.got_subcommand("eval")) return run_eval(line.eval);
