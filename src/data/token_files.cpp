@@ -220,9 +220,16 @@ TokenFiles::Estimate TokenFiles::estimate() const {
       std::clamp<int64_t>(kMostTokens / sequence_length_, 1, std::min(kMostSequences, num_sequences()));
   std::vector<int32_t> tokens(S), targets(S), first_keys(rules_.separate_documents ? S : 0);
   const Example example = {tokens.data(), targets.data(), rules_.separate_documents ? first_keys.data() : nullptr};
-  double num_targets = 0, inside = 0, documents = 0, mixed = 0, begun = 0;
+  constexpr int64_t kLongRun = 16;  // which no text has
+  double num_targets = 0, inside = 0, documents = 0, mixed = 0, begun = 0, without = 0, repeated = 0;
   for (int64_t i = 0; i < count; ++i) {
-    num_targets += static_cast<double>(read_example(num_sequences() / count * i, example));
+    const int64_t own_targets = read_example(num_sequences() / count * i, example);
+    num_targets += static_cast<double>(own_targets);
+    without += static_cast<int>(own_targets == 0);
+    for (size_t t = 1, run = 1; t < S; ++t) {
+      run = targets[t] == targets[t - 1] && targets[t] != kIgnoreTarget ? run + 1 : 1;
+      if (run >= kLongRun) repeated += run == kLongRun ? kLongRun : 1;
+    }
     for (size_t begin = 0, end = 0; begin < first_keys.size(); begin = end) {
       while (end < S && first_keys[end] == static_cast<int32_t>(begin)) ++end;
       // Those of one token, as each of padding may be, are passed over.
@@ -238,7 +245,8 @@ TokenFiles::Estimate TokenFiles::estimate() const {
   }
   constexpr double kFewest = 4, kNearlyAll = 0.9;
   return {num_targets / static_cast<double>(count * sequence_length_), documents > 0 ? inside / documents : 0,
-          mixed >= kFewest && begun >= kNearlyAll * mixed};
+          mixed >= kFewest && begun >= kNearlyAll * mixed, without / static_cast<double>(count),
+          num_targets > 0 ? repeated / num_targets : 0};
 }
 
 bool TokenFiles::shows_documents(int64_t sequence) const {

@@ -71,11 +71,12 @@ class TokenFiles {
   std::optional<size_t> source_without_documents() const;
 
   // What a few sequences tell of all: the share of tokens that are targets, about how long documents are, 0 where
-  // none begins, and whether nearly all that have targets and others begin with targets. Throws as read_example()
-  // does.
+  // none begins, whether nearly all that have targets and others begin with targets, the share of sequences without
+  // targets, and the share of targets in long runs of one id. Throws as read_example() does.
   struct Estimate {
     double targets, document_length;
     bool begins_with_targets;
+    double without_targets, repeated;
   };
   Estimate estimate() const;
 

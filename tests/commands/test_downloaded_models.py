@@ -356,6 +356,18 @@ class Values(Downloaded):
         write_tensors(self.file, {name.replace("layers.0.", "layers.0._orig_mod."): tensor for name, tensor in tensors.items()})
         self.refuse('"_orig_mod."', arguments=[self.model])
 
+    def test_an_end_token_that_the_model_lacks(self):
+        sizes = []
+        self.edit_config(lambda config: sizes.append(config["vocab_size"]))
+        vocab = sizes[0]
+        for key in ("eos_token_id", "bos_token_id"):
+            for ids, is_told in ((vocab + 9, True), (vocab, True), ([1, vocab], True), ([1, vocab - 1], False), (None, False)):
+                with self.subTest(key, ids=ids):
+                    self.edit_config(lambda config: config.update({"eos_token_id": 2, "bos_token_id": 1, key: ids}))
+                    result = self.import_model(self.model)
+                    assert_ended_well(self, result)
+                    self.assertEqual(key in result.stderr, is_told, result.stderr)
+
     def test_an_end_token_that_the_tokenizer_lacks(self):
         def tokens(config, tokenizer):
             put(f"{self.model}/tokenizer_config.json", json.dumps(config).encode())

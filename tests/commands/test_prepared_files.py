@@ -214,6 +214,41 @@ class Prepared(Files):
                 self.assert_told_everywhere(by_ids, "x.npy.mask", untold=not is_told)
 
 
+    def masked(self, mask, **data):
+        """Told by the mask of random ids alone, without what describes them."""
+        ids = random_ids(mask.size, VOCAB)
+        ids[mask >= 4] = 7
+        x = self.write("y/y.npy", ids)
+        self.write("y/y.npy.mask", (mask & 3).astype("u1"))
+        return self.config([x], VOCAB, **{"loss_mask": True, "sequence_length": LENGTH, **data})
+
+    def test_a_mask_with_too_few_targets(self):
+        count = np.arange(64 * LENGTH)
+        for mask, is_told in ((count % 100 == 7, True), (count % 200 < 3, True), (count % 30 < 3, False)):
+            self.assert_told_everywhere(self.masked(mask.astype("u1")), "data.loss_mask", "targets", untold=not is_told)
+
+    def test_a_part_of_a_mask_without_targets(self):
+        count, half = np.arange(64 * LENGTH), 32 * LENGTH
+        for without, is_told in ((count >= half, True), (count < half, True), (count // LENGTH % 3 == 1, True), (count // LENGTH % 8 == 1, False)):
+            self.assert_told_everywhere(self.masked((~without & (count % 4 < 3)).astype("u1")), "data.loss_mask", "sequences", untold=not is_told)
+
+    def test_targets_that_are_padding(self):
+        count = np.arange(64 * LENGTH)
+        for first, share, is_told in ((0, 0.5, True), (0.6, 1, True), (0, 0.1, False), (1, 1, False)):
+            is_padding = (count % LENGTH >= first * LENGTH) & (count % LENGTH < share * LENGTH)
+            mask = np.where(is_padding, 5, count % 4 < 3).astype("u1")
+            self.assert_told_everywhere(self.masked(mask), "data.loss_mask", "id", untold=not is_told)
+        is_padding = count % LENGTH >= LENGTH // 2  # which is no target
+        self.assert_told_everywhere(self.masked(np.where(is_padding, 4, count % 4 < 3).astype("u1")), "data.loss_mask", "id", untold=True)
+
+    def test_targets_of_a_mask_that_are_not_read(self):
+        count = np.arange(64 * LENGTH)
+        starts = np.where(count % 32 == 0, 2, 0)
+        joined = {"loss_mask": False, "documents": "separate"}
+        for targets, is_told in ((count % 3 == 0, True), (count % 32 > 20, True), (count < 0, False), (count >= 0, False)):
+            self.assert_told_everywhere(self.masked(starts + targets, **joined), "y.npy.mask", "data.loss_mask", untold=not is_told)
+
+
 class Tokenizers(Files):
     def setUp(self):
         super().setUp()
@@ -347,7 +382,26 @@ class Taken(Files):
             self.assert_told_everywhere(self.config([train], VOCAB, eval=[held_out]), train, held_out)
         self.write("sets/x.bin", np.concatenate((np.zeros(600, "<u2"), ids[1001:3001], np.zeros(600, "<u2"))))
         self.assert_told_everywhere(self.config([train], VOCAB) | {"evaluation": {"sets": [f"x={self.path('sets/*.bin')}"]}}, train, "x.bin")
-        copy = self.write("val.bin", ids)
+        # Its documents in another order, or some of them among others.
+        documents, others = (random_ids(120 * 100, VOCAB - 1, seed=seed).reshape(120, 100) for seed in (5, 6))
+        documents[:, -1] = others[:, -1] = VOCAB - 1
+        train = self.write("train.bin", documents)
+        apart = {"documents": "separate", "document_end": VOCAB - 1}
+        for part in (documents[::-1], documents[7:60:3], np.concatenate((others[:50], documents[20:90:2]))):
+            held_out = self.write("val.bin", part)
+            self.assert_told_everywhere(self.config([train], VOCAB, eval=[held_out], **apart), train, held_out)
+        held_out = self.write("val.bin", others)
+        self.assert_told_everywhere(self.config([train], VOCAB, eval=[held_out], **apart), train, held_out, untold=True)
+        # What made the data tells where documents end, too.
+        with open(self.path("texts.jsonl"), "w", encoding="utf-8") as file:
+            file.writelines(json.dumps({"text": " ".join(str((number + 7) ** power) for power in range(2, 16))}) + "\n" for number in range(200))
+        prepare(self.path("texts.jsonl"), "--jsonl-field", "text", "--out", self.path("prepared"))
+        made = self.path("prepared/train-00000.npy")
+        documents = np.split(found := np.fromfile(made, "<u2"), np.flatnonzero(found == 256) + 1)[:-1]
+        for part in (documents[::-1], documents[3::2]):
+            held_out = self.write("val.bin", np.concatenate(part))
+            self.assert_told_everywhere(self.config([made], VOCAB, eval=[held_out]), made, held_out)
+        train, copy = self.write("train.bin", ids), self.write("val.bin", ids)
         self.assert_refused_everywhere(self.config([train], VOCAB, eval=[copy]), train, copy)
         self.assert_refused_everywhere(self.config([self.path("t*.bin")], VOCAB, eval=[train]), train)
         padding = np.zeros(2200, "<u2")
@@ -368,6 +422,20 @@ class Taken(Files):
             self.assertEqual("warning" in result.stderr, is_told, result.stderr)
             self.assertEqual(f"{path}.mask" in result.stderr, is_told, result.stderr)
             self.assertRegex(result.stderr, "100 %|97 %" if is_told else " [45][0-9] %")
+
+
+    def test_files_named_for_the_other_use(self):
+        for number, name in enumerate(("train_0.bin", "val_0.bin", "b.bin", "c.bin", "validate.bin")):
+            self.write(f"n/{name}", random_ids(64 * 32, VOCAB, seed=number))
+        for name in ("val_0", "corpus-test.000", "Dev", "x.valid"):
+            os.rename(self.path("n/val_0.bin"), self.path(f"n/{name}.bin"))
+            self.assert_told_everywhere(self.pattern("n/*.bin"), "data.train", f"{name}.bin")
+            self.assert_told_everywhere(self.config([self.path(f"n/{name}.bin")], VOCAB), "data.train", "named", untold=True)
+            self.assert_told_everywhere(self.pattern("n/[bc].bin"), "data.train", "named", untold=True)
+            os.rename(self.path(f"n/{name}.bin"), self.path("n/val_0.bin"))
+        for name, is_told in (("train_0", True), ("x.Train", True), ("trainer", False), ("val_0", False)):
+            self.write(f"n/{name}.bin", random_ids(64 * 32, VOCAB, seed=9))
+            self.assert_told_everywhere(self.config([self.path("n/b.bin")], VOCAB, eval=[self.path(f"n/{name}.bin")]), "data.eval", "named", untold=not is_told)
 
 
 class Starts(Files):

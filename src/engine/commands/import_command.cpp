@@ -118,6 +118,15 @@ class Importer {
       const std::string path = (fs::path(folder) / name).string();
       return file_exists(path) ? parse_json_if_valid(read_text(path, kMostBytes)) : json();
     };
+    const json described = parse_json_if_valid(config_text());
+    for (const char* key : {"bos_token_id", "eos_token_id"}) {
+      for (const json& id : described.is_object() ? described.value(key, json()) : json()) {
+        if (!id.is_number_integer() || id < model().vocab_size) continue;
+        log_warning(
+            "{}: {} = {} is beyond the {} tokens of the model, which can never write it; name one that it has",
+            source_.config_path, key, id.dump(), model().vocab_size);
+      }
+    }
     if (!file_exists((fs::path(folder) / kTokenizerName).string())) return;
     const std::map<int64_t, std::string> tokens = tokens_of(folder);
     const json config = read("tokenizer_config.json"), added = read("added_tokens.json");

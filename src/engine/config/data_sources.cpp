@@ -1,9 +1,11 @@
 #include "engine/config/data_sources.h"
 
 #include <algorithm>
+#include <cstring>
 #include <iterator>
 #include <map>
 #include <optional>
+#include <regex>
 #include <set>
 #include <span>
 
@@ -95,42 +97,50 @@ void check_mask(const TokenFile& file) {
       file.path());
 }
 
-// Refuses a pattern that takes what scripts/prepare_data.py has made for the other use, and exchanged files.
+// Refuses a pattern that takes what scripts/prepare_data.py has made for the other use, and exchanged files. Warns
+// of a file of others whose name says that it is for the other use, unless an entry of data.train says so, too.
 void check_splits(const Config& config) {
   DataDescriptions descriptions;
   std::set<fs::path> exchanged;  // folders of which held-out files are trained on, by their names
-  const auto refuse = [](const std::string& key, const std::string& source, const fs::path& file, const char* use,
-                         const char* split) {
-    throw_bad_input("{}: \"{}\" takes {}, which is {}, as {} says; write \"{}\"", key, source, file.string(), use,
-                    description_path(file).string(),
-                    (file.parent_path() / (std::string(split) + "-*" + file.extension().string())).string());
-  };
-  for (const std::string& source : config.data.train) {
-    for (const fs::path file : expand_source(source)) {
-      if (descriptions.of(file, "eval") == nullptr) continue;
-      if (is_pattern(source)) refuse("data.train", source, file, "held out", "train");
-      exchanged.insert(file.parent_path());
-    }
-  }
-  for (const std::string& source : held_out_sources(config)) {
-    for (const fs::path file : expand_source(source, true)) {
-      const bool is_meant = !is_pattern(source) && !exchanged.contains(file.parent_path());
-      if (descriptions.of(file, "train") == nullptr || is_meant) continue;
-      refuse("data.eval or evaluation.sets", source, file, "for training", "eval");
+  for (const bool trains : {true, false}) {
+    const char* const key = trains ? "data.train" : "data.eval or evaluation.sets";
+    const char* const use = trains ? "held out" : "for training";
+    const char* const words = trains ? "val|valid|validation|test|dev|eval|held_?out" : "train(ing)?";
+    const std::regex named(fmt::format("(^|[^a-z])({})([^a-z]|$)", words), std::regex::icase);
+    bool is_told = false;
+    for (const std::string& source : trains ? config.data.train : held_out_sources(config)) {
+      const bool is_written = !is_pattern(source) || std::regex_search(fs::path(source).filename().string(), named);
+      for (const fs::path file : expand_source(source, !trains)) {
+        if (descriptions.of(file, trains ? "eval" : "train") == nullptr) {
+          if (is_told || (trains && is_written) || !std::regex_search(file.filename().string(), named)) continue;
+          log_warning("{}: \"{}\" takes {}, which is named as {}; check that this is meant", key, source,
+                      file.string(), use);
+          is_told = true;
+        } else if (is_pattern(source) || (!trains && exchanged.contains(file.parent_path()))) {
+          throw_bad_input(
+              "{}: \"{}\" takes {}, which is {}, as {} says; write \"{}\"", key, source, file.string(), use,
+              description_path(file).string(),
+              (file.parent_path() / ((trains ? "train-*" : "eval-*") + file.extension().string())).string());
+        } else if (trains) {
+          exchanged.insert(file.parent_path());
+        }
+      }
     }
   }
   descriptions.warn_of_others();
 }
 
-// A mask that says the same of all its first tokens, as one of another meaning may. Returns true if it is told.
-bool warn_of_mask(const TokenFile& file) {
+// A mask that says the same of all its first tokens, as one of another meaning may; or which tells targets from
+// others, and only its marks of documents are read. Returns true if it is told.
+bool warn_of_mask(const TokenFile& file, bool has_targets) {
   constexpr int64_t kFirst = 1 << 14;
   std::vector<uint8_t> marks(static_cast<size_t>(std::min(kFirst, file.num_tokens())));
   file.read_marks(0, std::ssize(marks), marks.data());
   const auto targets = std::ranges::count_if(marks, [](uint8_t mark) { return (mark & kMarkTarget) != 0; });
-  if (targets != 0 && targets != std::ssize(marks)) return false;
-  log_warning("{}.mask: of the first {} tokens it excludes {}; check that 1 marks what is to be learnt",
-              file.path(), marks.size(), targets == 0 ? "all" : "nothing");
+  if ((targets == 0 || targets == std::ssize(marks)) != has_targets) return false;
+  log_warning("{}.mask: of the first {} tokens it excludes {}; {}", file.path(), marks.size(),
+              std::ssize(marks) - targets,
+              has_targets ? "check that 1 marks what is to be learnt" : "data.loss_mask=false learns them, too");
   return true;
 }
 
@@ -209,20 +219,40 @@ const std::string* find_in(const auto& map, const auto& key) {
   return found == map.end() ? nullptr : &found->second;
 }
 
-// The first of `files` that has what is in the middle of `part`; null where none has, or `left`, the bytes that may
-// be read, do not tell.
-const std::string* file_with(const ReadOnlyFile& part, const std::vector<const TokenFile*>& files, int64_t& left) {
-  constexpr int64_t kBytes = 1024, kPiece = 1 << 20;
-  std::string sought(static_cast<size_t>(std::min(kBytes, part.size())), 0), piece;
-  part.read((part.size() - std::ssize(sought)) / 4 * 2, std::as_writable_bytes(std::span(sought)));
-  if (sought.find_first_not_of(sought.substr(0, 2)) == sought.npos) return nullptr;
+// Pieces of a file of ids, spread over it, each without what ends documents, unless it is one id again and again.
+std::set<std::string> pieces_of(const ReadOnlyFile& part, size_t width, int64_t end) {
+  constexpr int64_t kCount = 8, kBytes = 512, kLeast = 128;
+  std::set<std::string> found;
+  for (int64_t i = 0; i < kCount; ++i) {
+    std::string text(static_cast<size_t>(std::min(kBytes, part.size())), 0), longest;
+    part.read((part.size() - std::ssize(text)) * (2 * i + 1) / (8 * kCount) * 4,
+              std::as_writable_bytes(std::span(text)));
+    for (size_t first = 0, at = 0; at <= text.size(); at += width) {
+      if (at + width <= text.size() && std::memcmp(&text[at], &end, width) != 0) continue;
+      if (at - first > longest.size()) longest = text.substr(first, at - first);
+      first = at + width;
+    }
+    const bool is_varied = longest.find_first_not_of(longest.substr(0, width)) != longest.npos;
+    if (is_varied && std::ssize(longest) >= kLeast) found.insert(longest);
+  }
+  return found;
+}
+
+// The first of `files` that has a piece of `part`; null where none has, or `left`, the bytes that may be read, do
+// not tell.
+const std::string* file_with(const ReadOnlyFile& part, const std::vector<const TokenFile*>& files, int64_t end,
+                             int64_t& left) {
+  constexpr int64_t kPiece = 1 << 20, kLongest = 512;
+  const std::set<std::string> pieces = pieces_of(part, static_cast<size_t>(size_of(files.front()->type())), end);
+  std::string piece;
   for (const TokenFile* tokens : files) {
     const ReadOnlyFile& file = *tokens->files().front();
     if ((left -= file.size()) < 0) return nullptr;
-    for (int64_t begin = 0; begin + std::ssize(sought) <= file.size(); begin += kPiece) {
-      piece.resize(static_cast<size_t>(std::min(kPiece + std::ssize(sought), file.size() - begin)));
+    for (int64_t begin = 0; !pieces.empty() && begin < file.size(); begin += kPiece) {
+      piece.resize(static_cast<size_t>(std::min(kPiece + kLongest, file.size() - begin)));
       file.read(begin, std::as_writable_bytes(std::span(piece)));
-      if (memmem(piece.data(), piece.size(), sought.data(), sought.size()) != nullptr) return &file.path();
+      for (const std::string& sought : pieces)
+        if (memmem(piece.data(), piece.size(), sought.data(), sought.size()) != nullptr) return &file.path();
     }
   }
   return nullptr;
@@ -231,6 +261,11 @@ const std::string* file_with(const ReadOnlyFile& part, const std::vector<const T
 // Files are the same by any path, and copies are.
 void check_held_out(const Trained& trained, const TokenFiles& training, const Config& config) {
   const std::vector<const TokenFile*> opened = training.token_files();
+  DataDescriptions descriptions;
+  const json* made = descriptions.of(opened.front()->path());
+  const json eos = made != nullptr ? made->value("eos", json()) : json();
+  const DocumentIds ids = config.data.document_ids();
+  const int64_t end = ids.any() || !eos.is_number_integer() ? std::max(ids.start, ids.end) : eos.get<int64_t>();
   int64_t left = 1 << 27;
   for (fs::path path : present_files(held_out_sources(config))) {
     if (path.extension() == ".idx") path.replace_extension(".bin");
@@ -247,7 +282,7 @@ void check_held_out(const Trained& trained, const TokenFiles& training, const Co
           path.string(), *there == path.string() ? "" : ", there as " + *there);
     }
     for (const auto& hash : hashes) there = there == nullptr ? find_in(trained.ends, hash) : there;
-    if (there == nullptr) there = file_with(file, opened, left);
+    if (there == nullptr) there = file_with(file, opened, end, left);
     if (there == nullptr) continue;
     log_warning(
         "data.eval or evaluation.sets: {} has tokens of {} of data.train; it is held out only if it is no part of it",
@@ -278,7 +313,8 @@ TokenFiles open_token_files(const std::vector<std::string>& sources, const Confi
     const bool is_described = descriptions.of(file->path()) != nullptr;
     check_reach(*file, is_described, config);
     check_mask(*file);
-    if (config.data.loss_mask && !is_described && !is_mask_told) is_mask_told = warn_of_mask(*file);
+    const bool is_read = file->has_mask() && !(config.data.loss_mask && is_described);
+    if (is_read && !is_mask_told) is_mask_told = warn_of_mask(*file, config.data.loss_mask);
   }
   for (const ReadOnlyFile* file : files.files()) descriptions.check_content(*file);
   const int64_t most = files.most_images();
@@ -345,6 +381,16 @@ void warn_of_training_files(const TokenFiles& files, const Config& config) {
         "check that 1 marks what is to be learnt",
         files.token_files().front()->path());
   }
+  if (!files.rules().loss_mask) return;
+  constexpr double kFewTargets = 0.02, kManyWithout = 0.25, kManyRepeated = 0.2;
+  const auto warn = [&](double share, const char* what) {
+    log_warning(
+        "data.loss_mask: by the masks of data.train, {:.1f} % of the {}; check that 1 marks what is to be learnt",
+        100 * share, what);
+  };
+  if (few.targets < kFewTargets && !files.rules().images.any()) warn(few.targets, "tokens are targets");
+  if (few.without_targets >= kManyWithout) warn(few.without_targets, "sequences have no target");
+  if (few.repeated >= kManyRepeated) warn(few.repeated, "targets are one id again and again, as padding");
 }
 
 void check_present_files(Config config) {
