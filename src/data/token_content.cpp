@@ -45,8 +45,9 @@ bool is_zip(std::string_view head) {
 }
 
 bool is_bzip2(std::string_view head) {
-  return head.starts_with("BZh") && (head.substr(4).starts_with("\x31\x41\x59\x26\x53\x59") ||
-                                     head.substr(4).starts_with("\x17\x72\x45\x38\x50\x90"));
+  return head.size() > 4 && head.starts_with("BZh") &&
+         (head.substr(4).starts_with("\x31\x41\x59\x26\x53\x59") ||
+          head.substr(4).starts_with("\x17\x72\x45\x38\x50\x90"));
 }
 
 bool is_zstd(std::string_view head) {

@@ -110,6 +110,13 @@ TEST_CASE("files of other formats are refused as what they are", "[data][token_c
   CHECK(refusal(start + kCompressed + "x").find(name) != std::string::npos);
 }
 
+TEST_CASE("files that end inside of a magic number are refused or taken", "[data][token_content]") {
+  const std::string whole =
+      GENERATE("BZh91AY&SY"s, "PK\3\4\x2d\0\0\0\0\0"s, "\x1f\x8b\x08\x08\x01\x02\x03\x04\0\x03"s,
+               "\x50\0\0\0\0\0\0\0{\"a\":"s, "BIN.TOK\n\2\0\0\0"s, "\xff\xfet\0e\0x\0t\0"s);
+  for (size_t length = 1; length < whole.size(); ++length) CHECK_NOTHROW(refusal(whole.substr(0, length)));
+}
+
 TEST_CASE("the mask of a token file is none", "[data][token_content]") {
   const TemporaryFolder folder;
   write_file(folder / "t.npy.mask", std::string(100, '\1') + std::string(100, '\0'));
