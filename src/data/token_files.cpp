@@ -72,9 +72,11 @@ std::vector<std::string> expand_source(const std::string& source, bool may_be_ab
   if (source.find_first_of("*?[") == std::string::npos) return {source};
   glob_t found{};
   const int status = glob(source.c_str(), 0, nullptr, &found);  // sorts by byte in the C locale, which is ours
+  const std::vector<std::filesystem::path> matches(found.gl_pathv,
+                                                   found.gl_pathv + (status == 0 ? found.gl_pathc : 0));
+  globfree(&found);
   std::vector<std::string> files;
-  for (size_t i = 0; status == 0 && i < found.gl_pathc; ++i) {
-    const std::filesystem::path path = found.gl_pathv[i];
+  for (const std::filesystem::path& path : matches) {
     if (!may_be_absent) refuse_leftover(source, path);
     const auto is_beside = [&](std::string_view extension) { return path.extension() == extension; };
     if (is_beside(".mask") || is_beside(".idx") || is_beside(".images") || is_beside(".pixels")) continue;
@@ -82,7 +84,6 @@ std::vector<std::string> expand_source(const std::string& source, bool may_be_ab
     if (is_beside(".json") || std::filesystem::is_directory(path, ignored)) continue;  // of scripts/prepare_data.py
     files.push_back(path.string());
   }
-  globfree(&found);
   if (files.empty() && !may_be_absent)
     throw_bad_input("{}: no token file matches; check the path in the config's data section or on the command line",
                     source);
