@@ -252,7 +252,7 @@ class Failures(Interruptions):
         config = self.config(10, interval=1000)
         config["training"]["eval_interval"] = 3
         undisturbed = self.undisturbed(config)
-        result = self.train(config, env=faulty_files("read:*/held_out.npy:EIO:24:1"))
+        result = self.train(config, env=faulty_files("read:*/held_out.npy:EIO:31:1"))
         self.assert_exit(result, IO_FAILED)
         self.assertIn(self.path("held_out.npy"), result.stderr)
         self.assertEqual(self.saved_steps(), [self.step_reached()])
@@ -544,8 +544,8 @@ class Ranks(Interruptions):
         config = self.config(40, interval=1000)
         config["training"]["eval_interval"] = 6
         undisturbed = self.undisturbed(config)
-        for rank, rule in ((0, "read:*/a.npy:EIO:25:1"), (1, "read:*/a.npy:EIO:25:1"), (0, "read:*/held_out.npy:EIO:21:1"),
-                           (1, "read:*/held_out.npy:EIO:21:1"), (0, "write:*/metrics.jsonl:ENOSPC:20:1")):
+        for rank, rule in ((0, "read:*/a.npy:EIO:25:1"), (1, "read:*/a.npy:EIO:25:1"), (0, "read:*/held_out.npy:EIO:28:1"),
+                           (1, "read:*/held_out.npy:EIO:28:1"), (0, "write:*/metrics.jsonl:ENOSPC:20:1")):
             with self.subTest(f"{rule} on rank {rank}"):
                 rules = [None, None]
                 rules[rank] = rule
