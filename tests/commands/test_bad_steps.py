@@ -183,7 +183,7 @@ class BadSteps(RunFolder):
         self.good_steps()
         self.config["optimizer"]["lr"] = 3e-3
         self.config["training"].update(steps=4, eval_interval=4)
-        self.assert_exit(self.train(self.config, env=faulty_files("read:*/held_out.npy:EIO:20:1000")), IO_FAILED)
+        self.assert_exit(self.train(self.config, env=faulty_files("read:*/held_out.npy:EIO:21:1000")), IO_FAILED)
         self.assertEqual(checkpoints(self.run_folder), ["step_00000003", "step_00000004"])
         self.assert_exit(self.train(self.config), 0)
         self.assertEqual(len(metrics(self.run_folder, "eval")), 1)
