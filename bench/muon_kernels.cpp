@@ -36,7 +36,6 @@ void bench_step(Bench& bench, int64_t N) {
                           .master_form = form,
                           .direction = t.bf16({N}),
                           .lr = 1e-6f,
-                          .scale = 1,
                           .weight_decay = 0.1f,
                           .grad_scale = t.fp32({1}),
                           .weight_amax = t.fp32({1}),

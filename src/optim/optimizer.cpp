@@ -81,14 +81,12 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
     const ParameterInfo& p = parameters_[i];
     if (!p.trainable) continue;
     ids_[i].master = declare_master(p, plan);
-    kinds_[i] = state_kinds(config_, rule_of(config_, p));
+    const UpdateRule rule = rule_of(config_, p);
+    kinds_[i] = state_kinds(config_, rule);
     for (size_t kind = 0; kind < kinds_[i].size(); ++kind) {
       ids_[i].states[kind] = declare_state(p, kinds_[i][kind], plan);
     }
-  }
-  for (size_t i = 0; i < parameters_.size(); ++i) {
-    const ParameterInfo& p = parameters_[i];
-    if (p.trainable && p.own_elements().size() > 0 && rule_of(config_, p) == UpdateRule::kAdamw)
+    if (rule == UpdateRule::kAdamw && p.own_elements().size() > 0)
       groups_.push_back({.unit = p.unit, .parameters = {i}});
   }
   if (releases_gradients()) std::ranges::stable_sort(groups_, std::greater(), &UpdateGroup::unit);

@@ -64,8 +64,8 @@ class PendingStep {
 // gradients it keeps this rank's pieces of the accumulators, and buffers for the whole gradients of the units that
 // backward is at. With config.release_gradients there are these buffers alone. Order of use: construct,
 // plan.finish(), make an Arena, bind(), set_weight() of each parameter or restore the weights and state() from a
-// checkpoint; then any number of begin_step(), gradients filled by the model, step(). With config.release_gradients
-// the gradients of one unit after the other, as backward fills them, and step_unit(), then end_step().
+// checkpoint; then any number of begin_step(), gradients filled by the model, and the parts of an update below.
+// With config.release_gradients the middle parts follow the gradients of one unit after the other.
 class Optimizer {
  public:
   // Declares gradients (category "gradients"), masters ("master weights") and moments ("optimizer states") in the

@@ -302,13 +302,13 @@ TEST_CASE("momentum, orthogonalized direction and weight of each step are torch'
                           Values(direction.size(), kDirectionError * largest(want.direction[t]))) == 0);
         // The rest of the step from torch's direction, so that only its own roundings differ.
         const TestTensor torchs(*device, DType::kBF16, {ops.numel}, want.direction[t]);
+        const float scale = 0.2f * std::sqrt(static_cast<float>(std::max(want.rows, want.cols)));
         muon_step(*device, {.weight = weight,
                             .master = {},
                             .master_form = MasterForm::kNone,
                             .direction = torchs,
-                            .lr = static_cast<float>(torch.lr),
-                            .scale = 0.2f * std::sqrt(static_cast<float>(std::max(want.rows, want.cols))),
-                            .weight_decay = static_cast<float>(torch.weight_decay),
+                            .lr = static_cast<float>(torch.lr) * scale,
+                            .weight_decay = static_cast<float>(torch.weight_decay) / scale,
                             .grad_scale = ops.one,
                             .seed = 1,
                             .step = t + 1,

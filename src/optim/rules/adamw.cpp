@@ -24,8 +24,7 @@ void adamw(Device& device, const RuleStep& s) {
                       .weight_amax = s.weight_amax,
                       .seed = s.update.seed,
                       .step = static_cast<uint64_t>(s.update.step),
-                      .first_element = static_cast<uint64_t>(s.parameter.first_element +
-                                                             s.parameter.own_elements().begin + s.first)});
+                      .first_element = s.first_element()});
 }
 
 double bias_correction(double beta, int64_t step) {

@@ -3,6 +3,7 @@
 #include <algorithm>
 #include <cmath>
 #include <map>
+#include <numeric>
 #include <tuple>
 #include <utility>
 
@@ -32,7 +33,7 @@ double cost_of(const ParameterInfo& p) {
   return cost;
 }
 
-// The matrices of as many parameters as there are elements, if they lie one after the other in one shape.
+// True if its matrices have one shape, so that those of several such parameters can be one batch.
 bool are_alike(const ParameterInfo& p) {
   return std::ranges::all_of(p.fused_rows, [&](int64_t rows) { return rows == p.fused_rows[0]; });
 }
@@ -67,7 +68,7 @@ MatrixUpdates::MatrixUpdates(const OptimizerConfig& config, const std::vector<Pa
     const auto rows = static_cast<int64_t>(group.owned.size()) / ranks;
     elements = std::max(elements, rows * p.placement.states.padded(p.numel()));
     for (const int64_t m : matrix_rows(p)) {
-      const int64_t r = std::min(m, p.cols), most = are_alike(p) ? rows * ceil_div(p.rows, m) : 1;
+      const int64_t r = std::min(m, p.cols), most = are_alike(p) ? rows * (p.rows / m) : 1;
       squares = std::max(squares, r * r * most);
     }
   }
@@ -93,7 +94,7 @@ void MatrixUpdates::add_groups(std::vector<size_t> alike, std::vector<double>& c
     group.unit = parameters_[alike[first]].unit;
     for (size_t row = first; row < end; row += ranks) {
       std::vector<size_t> places(ranks);
-      for (size_t place = 0; place < ranks; ++place) places[place] = place;
+      std::iota(places.begin(), places.end(), size_t{0});
       std::ranges::stable_sort(places, {}, [&](size_t place) { return costs[place]; });
       std::vector<size_t> owned(ranks, UpdateGroup::kNone);
       for (size_t i = row; i < std::min(end, row + ranks); ++i) {
@@ -140,22 +141,15 @@ void MatrixUpdates::orthogonalize(Device& device, const UpdateGroup& group) cons
   const Shard& states = p.placement.states;
   const auto ranks = static_cast<size_t>(states.size), place = static_cast<size_t>(states.rank);
   const int64_t numel = p.numel(), padded = states.padded(numel);
-  const bool in_one_piece = are_alike(p) && padded == numel;
-  const int64_t rows = static_cast<int64_t>(group.owned.size() / ranks);
-  int64_t run = 0;  // rows before this one that are orthogonalized with it
+  // The last row alone may have none for this rank.
+  int64_t rows = static_cast<int64_t>(group.owned.size() / ranks);
+  if (group.owned[static_cast<size_t>(rows - 1) * ranks + place] == UpdateGroup::kNone) --rows;
+  if (rows > 0 && are_alike(p) && padded == numel) {
+    const int64_t m = matrix_rows(p)[0];
+    orthogonalize(device, whole_.rows(0, rows * numel).reshaped({rows * p.rows / m, m, p.cols}));
+    return;
+  }
   for (int64_t row = 0; row < rows; ++row) {
-    if (group.owned[static_cast<size_t>(row) * ranks + place] == UpdateGroup::kNone) continue;
-    const bool has_next =
-        row + 1 < rows && group.owned[static_cast<size_t>(row + 1) * ranks + place] != UpdateGroup::kNone;
-    if (in_one_piece && has_next) {
-      ++run;
-      continue;
-    }
-    if (in_one_piece) {
-      const int64_t m = matrix_rows(p)[0], first = row - std::exchange(run, 0), count = row + 1 - first;
-      orthogonalize(device, whole_.rows(first * padded, count * numel).reshaped({count * p.rows / m, m, p.cols}));
-      continue;
-    }
     int64_t begin = row * padded;
     for (const int64_t m : matrix_rows(p)) {
       orthogonalize(device, whole_.rows(begin, m * p.cols).reshaped({1, m, p.cols}));
@@ -196,7 +190,6 @@ void muon(Device& device, const RuleStep& s, const TensorView& direction) {
                      .master_form = s.config.master,
                      .direction = direction,
                      .lr = static_cast<float>(s.update.lr * s.parameter.lr_factor),
-                     .scale = 1,
                      .weight_decay = s.parameter.decayed ? static_cast<float>(s.config.weight_decay) : 0.0f,
                      .grad_scale = s.grad_scale,
                      .weight_amax = s.weight_amax,

@@ -17,8 +17,8 @@ struct UpdateGroup {
 
   int unit = 0;                         // of the first
   std::vector<size_t> parameters = {};  // of which this rank has elements
-  // [rows][ranks that divide the states]: the parameter in each row that the rank at a place orthogonalizes, or
-  // kNone. Empty: nothing is orthogonalized.
+  // [rows][ranks that divide the states]: the parameter in each row that the rank at a place orthogonalizes; in the
+  // last row kNone where there are too few. Empty: nothing is orthogonalized.
   std::vector<size_t> owned = {};
 };
 

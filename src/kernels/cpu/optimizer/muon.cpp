@@ -105,7 +105,7 @@ void muon_step(Device&, const MuonStep& a) {
       decode_elements(a.direction, range.begin, range.count, direction.data());
       read_weights(weights, range, w.data());
       for (int64_t i = 0; i < range.count; ++i) {
-        w[i] -= a.lr * (a.scale * direction[i] + a.weight_decay * w[i]);
+        w[i] -= a.lr * (direction[i] + a.weight_decay * w[i]);
       }
       write_weights(weights, range, w.data());
     }

@@ -162,7 +162,7 @@ void any_momentum(CudaDevice& device, const MuonMomentum& a, const Momentum& mom
 // ---- Step ----
 
 struct StepConstants {
-  float lr, scale, weight_decay;
+  float lr, weight_decay;
 };
 
 template <typename Weights>
@@ -196,8 +196,7 @@ __global__ void __launch_bounds__(StepPart::kThreads)
     PartValues<StepPart> w, o;
     to_floats(load_part<whole.value>(tensors.direction_N, part), o);
     to_floats(tensors.weights.template load<whole.value>(part), w);
-    for_each_element<StepPart>(
-        [&](int pack, int i) { update_weight(constants, __fmul_rn(constants.scale, o[pack][i]), w[pack][i]); });
+    for_each_element<StepPart>([&](int pack, int i) { update_weight(constants, o[pack][i], w[pack][i]); });
     largest.raise_to(tensors.weights.template store<whole.value>(part, w));
   });
   raise_weight_amax<StepPart::kThreads>(weight_amax, largest);
@@ -343,7 +342,7 @@ void muon_step(Device& device, const MuonStep& a) {
     const StepTensors<decltype(weights)> tensors{weights, a.direction.as<BFloat16>()};
     launch(as_cuda(device), "muon_step", muon_step_kernel<std::remove_const_t<decltype(tensors)>>,
            {ceil_div(N, StepPart::kBlockElements), StepPart::kThreads}, tensors, a.grad_scale.as<float>(),
-           optional<float>(a.weight_amax), StepConstants{a.lr, a.scale, a.weight_decay}, N, aligned);
+           optional<float>(a.weight_amax), StepConstants{a.lr, a.weight_decay}, N, aligned);
   });
 }
 

@@ -58,7 +58,7 @@ PARKA_OP(orthogonalize, Orthogonalize);
 int64_t workspace_of(const Orthogonalize& a);
 
 // The end of Muon's step of one parameter tensor, with decoupled weight decay:
-//   w -= lr * (scale * O + weight_decay * w)
+//   w -= lr * (O + weight_decay * w)
 // The fields that AdamwStep has too mean what they mean there.
 struct MuonStep {
   TensorView weight;  // [N] fp32 (kNone) or bf16, in/out
@@ -66,7 +66,6 @@ struct MuonStep {
   MasterForm master_form;
   TensorView direction;  // [N] bf16, in: O
   float lr;
-  float scale;                  // of the update to lr, which depends on the matrix's shape
   float weight_decay;           // 0 for tensors that are not decayed
   TensorView grad_scale;        // [1] fp32, in; not finite: nothing is changed
   TensorView weight_amax = {};  // [1] fp32, in/out, not negative; empty: not wanted
