@@ -27,6 +27,8 @@ struct SwigluForward {
   // computed from the decoded up_gate, so that backward uses the same numbers. Empty: up_gate is an input.
   TensorView up_gate_plain = {};
   GateActivation activation = GateActivation::kSilu;
+  // [T] fp32, in: multiplies each row of the product; a row whose factor is 0 is zeros. Empty: ones.
+  TensorView row_factor = {};
 };
 PARKA_OP(swiglu_forward, SwigluForward);
 int64_t workspace_of(const SwigluForward& a);
@@ -53,9 +55,21 @@ struct SwigluBackward {
   ScaledView product = {};    // [T, F], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
   ScaledView product_t = {};  // [F, T], out; empty: not wanted. kTensor: its scale is an input (saved by forward)
   GateActivation activation = GateActivation::kSilu;
+  TensorView row_factor = {};  // [T] fp32, in: as SwigluForward's; multiplies d_product and the product
 };
 PARKA_OP(swiglu_backward, SwigluBackward);
 int64_t workspace_of(const SwigluBackward& a);
+
+// The gradient of SwigluForward::row_factor:
+//   d_row_factor[t] = sum over f of d_product[t,f] * up[t,f] * act(gate[t,f])
+struct SwigluRowGradient {
+  ScaledView up_gate;       // [T, 2F] as SwigluBackward's, in
+  ScaledView silu = {};     // [T, F] as saved by forward, in; empty if it saved none
+  TensorView d_product;     // [T, F] fp32 or bf16, in
+  TensorView d_row_factor;  // [T] fp32, out
+  GateActivation activation = GateActivation::kSilu;
+};
+PARKA_OP(swiglu_row_gradient, SwigluRowGradient);
 
 // gemm() and the swiglu_forward() of what it leaves: up_gate [T, 2F] = x [T, K] W [2F, K]^T, and the product made
 // of it. One op where suits_one_kernel(), otherwise these two.
