@@ -35,9 +35,11 @@ struct RouterRule {
   int64_t groups = 1, groups_kept = 1;
 };
 
+inline constexpr int64_t kMostExperts = 512, kMostChosen = 32, kMostExpertGroups = 32;
+
 // Chooses the k experts of the largest p + bias of each token, the larger value first and, of equal ones, the lower
-// expert first; NaN counts as the smallest. Their weights are p without the bias, normalized and scaled by `rule`.
-// All in fp32.
+// expert first; NaN counts as minus infinity. Their weights are p without the bias, normalized and scaled by
+// `rule`. All in fp32.
 struct Route {
   TensorView logits;     // [T, E] fp32, in
   TensorView bias = {};  // [E] fp32, in: decides the choice alone; empty: zeros
@@ -62,18 +64,18 @@ PARKA_OP(sort_by_expert, SortByExpert);
 int64_t workspace_of(const SortByExpert& a);
 
 // Copies each token's row to the rows of its slots: out[r] = x[slot_of_row[r] / k], as the numbers or codes are.
-// Zeros in rows of no slot. FP8 has one scale, which the caller shares between x and out; group scales are refused.
-struct GatherRows {
+// Zeros in rows of no slot. FP8 has one scale, which the caller shares between x and out.
+struct GatherTokens {
   TensorView slot_of_row;  // [R] int32, in
   int64_t slots_per_token = 1;
   TensorView x = {};      // [T, d] fp32, bf16 or fp8 codes, in; empty: only out_t is wanted
   TensorView out = {};    // [R, d] of x's format, out
-  TensorView x_t = {};    // [d, T] the same transposed, in; empty: not wanted
-  TensorView out_t = {};  // [d, R] out
+  TensorView x_t = {};    // [d, T] fp8 codes of x transposed, in; empty: not wanted
+  TensorView out_t = {};  // [d, R] of x_t's format, out
 };
-PARKA_OP(gather_rows, GatherRows);
+PARKA_OP(gather_tokens, GatherTokens);
 
-// out[t] = (accumulate ? out[t] : 0) + sum over j in order of rows[row_of_slot[t, j]], summed in fp32 and rounded
+// out[t] = (accumulate ? out[t] : 0) + (sum over j in order of rows[row_of_slot[t, j]]), summed in fp32 and rounded
 // once. Forward: of the experts' outputs, whose weights are in the rows. Backward: of the gradients of their
 // inputs.
 struct CombineRows {
