@@ -245,7 +245,16 @@ class StepTime(RunFolder):
         self.measured = self.path("one.json")
         self.assert_exit(parka("bench", self.write_config(self.config), "--steps", "3", "--json", self.measured), 0)
         with open(self.measured, encoding="utf-8") as file:
-            self.seconds = statistics.median(json.load(file)["step_seconds"])
+            measured = json.load(file)
+        # As fast as an idle machine: the time of a busy one would hide the transfers that some tests look for.
+        self.seconds = 2e-3
+        factor = self.seconds / statistics.median(measured["step_seconds"])
+        for key in ("step_seconds", "op_seconds_by_rank"):
+            measured[key] = [factor * seconds for seconds in measured[key]]
+        for op in measured["ops"]:
+            op["seconds"] *= factor
+        with open(self.measured, "w", encoding="utf-8") as file:
+            json.dump(measured, file)
 
     def plan(self, *arguments):
         result = parka("plan", self.path("config.json"), "--json", "--measured", self.measured, *arguments)
