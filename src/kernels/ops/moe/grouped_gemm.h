@@ -7,7 +7,11 @@ namespace parka {
 // Products of rows that are sorted by expert (SortByExpert) with the matrices of E experts, stored one below the
 // other. Where rows of an expert begin is read on the device: nothing waits for the host, and the work depends on
 // the number of rows in use. FP8 operands are E4M3 or E5M2 codes, K-major, with one scale for all rows and one
-// scale for each expert's matrix.
+// scale for each expert's matrix. R is a multiple of kExpertRows (routing.h).
+
+struct GroupedShape {
+  int64_t rows, cols, depth, experts;  // R, N, K, E
+};
 
 // For each row r of expert e:  out[r, n] = scales * sum over k of a[r, k] * b_e[n, k], summed in fp32 and rounded
 // once. Rows of no expert, behind offsets[E] and of padding, are zeros.
@@ -22,7 +26,7 @@ struct GroupedGemm {
   bool fast_accumulation = false;  // as Gemm's
 };
 PARKA_OP(grouped_gemm, GroupedGemm);
-int64_t workspace_of(const GroupedGemm& a);
+GroupedShape shape_of(const GroupedGemm& a);
 
 // For each expert e:  out_e[n, k] = (accumulate ? out_e[n, k] : 0) + scales * sum over its rows r of
 // d_y[r, n] * x[r, k]. An expert without rows gets zeros, or is left as it is where this accumulates. Padding rows
@@ -36,6 +40,6 @@ struct GroupedWeightGradient {
   bool accumulate = false;
 };
 PARKA_OP(grouped_weight_gradient, GroupedWeightGradient);
-int64_t workspace_of(const GroupedWeightGradient& a);
+GroupedShape shape_of(const GroupedWeightGradient& a);
 
 }  // namespace parka
