@@ -58,6 +58,13 @@ struct GatedRow {
   std::vector<float> argument;  // empty where it is the gate
 };
 
+// x times the factor of row t, if rows have one. Zeros for 0, whatever x is.
+void scale_row(const TensorView& row_factor, int64_t t, int64_t count, float* x) {
+  if (row_factor.empty()) return;
+  const float factor = row_factor.as<float>()[t];
+  for (int64_t i = 0; i < count; ++i) x[i] = factor == 0 ? 0.0f : x[i] * factor;
+}
+
 // The maximum that SwigluBackward::samples_amax describes.
 float sampled_amax(const Matrix& x) {
   float sampled = 0;
@@ -90,6 +97,7 @@ void swiglu_forward(Device&, const SwigluForward& a) {
         decode_rows(a.silu, t, 1, row.activated.data());
       }
       row.multiply(product.row(t));
+      scale_row(a.row_factor, t, width, product.row(t));
     }
   });
   encode_with_transpose(product, a.product, a.product_t);
@@ -106,17 +114,38 @@ void swiglu_backward(Device&, const SwigluBackward& a) {
     for (int64_t t = begin; t < end; ++t) {
       row.load(a.up_gate, t);
       if (!a.silu.empty()) decode_rows(a.silu, t, 1, row.activated.data());
-      if (wants_product) row.multiply(product.row(t));
+      if (wants_product) {
+        row.multiply(product.row(t));
+        scale_row(a.row_factor, t, width, product.row(t));
+      }
       if (!wants_gradient) continue;
       decode_elements(a.d_product, t * width, width, d_product.data());
       float *d_up = d_up_gate.row(t), *d_gate = d_up + width;
       row.differentiate(slope.data());
       for (int64_t f = 0; f < width; ++f) d_up[f] = d_product[f] * row.activated[f];
       for (int64_t f = 0; f < width; ++f) d_gate[f] = d_product[f] * row.up()[f] * slope[f];
+      scale_row(a.row_factor, t, 2 * width, d_up);
     }
   });
   if (wants_gradient) encode_gradient(d_up_gate, a);
   if (wants_product) encode_with_transpose(product, a.product, a.product_t, ScaleSource::kGiven);
+}
+
+void swiglu_row_gradient(Device&, const SwigluRowGradient& a) {
+  const int64_t rows = a.up_gate.num_rows(), width = a.up_gate.num_cols() / 2;
+  parallel_for(rows, kRowGrain, [&](int64_t begin, int64_t end) {
+    GatedRow row(a.activation, width);
+    std::vector<float> d_product(static_cast<size_t>(width)), product(d_product);
+    for (int64_t t = begin; t < end; ++t) {
+      row.load(a.up_gate, t);
+      if (!a.silu.empty()) decode_rows(a.silu, t, 1, row.activated.data());
+      row.multiply(product.data());
+      decode_elements(a.d_product, t * width, width, d_product.data());
+      float sum = 0;
+      for (int64_t f = 0; f < width; ++f) sum += d_product[f] * product[f];
+      a.d_row_factor.as<float>()[t] = sum;
+    }
+  });
 }
 
 void swiglu_projection(Device& device, const SwigluProjection& a) {

@@ -33,9 +33,16 @@ struct Piece {
         pack(static_cast<int>(blockIdx.x % static_cast<unsigned>(pieces)) * packs_per_piece + threadIdx.x) {}
 };
 
-template <typename T, typename Activation>
+template <int kCount>
+__device__ inline void scale_all(float factor, float (&x)[kCount]) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) x[i] = scaled_by(factor, x[i]);
+}
+
+template <typename T, typename Activation, bool kFactored>
 __global__ void __launch_bounds__(kThreads)
-    swiglu_forward_kernel(const T* up_gate_T2F, T* product_TF, Activation activation, int width, int pieces) {
+    swiglu_forward_kernel(const T* up_gate_T2F, T* product_TF, Activation activation, int width, int pieces,
+                          const float* row_factor) {
   constexpr int kWidth = kPack<T>;
   const Piece piece(pieces, kThreads * kForwardPacks);
   const T* const up_F = up_gate_T2F + piece.row * 2 * width;
@@ -57,6 +64,7 @@ __global__ void __launch_bounds__(kThreads)
     activate(activation, /*coded=*/false, /*saved=*/false, gates, activated, slope);
 #pragma unroll
     for (int i = 0; i < kWidth; ++i) product[i] = product_of(up[n][i], activated[i]);
+    if constexpr (kFactored) scale_all(row_factor[piece.row], product);
     store(product_TF + piece.row * width + column, product);
   }
 }
@@ -70,9 +78,9 @@ struct BackwardTensors {
   Activation activation;
 };
 
-template <typename T, typename Activation>
+template <typename T, typename Activation, bool kFactored>
 __global__ void __launch_bounds__(kThreads)
-    swiglu_backward_kernel(const BackwardTensors<T, Activation> a, int width, int pieces) {
+    swiglu_backward_kernel(const BackwardTensors<T, Activation> a, int width, int pieces, const float* row_factor) {
   constexpr int kWidth = kPack<T>;
   const Piece piece(pieces, kThreads);
   const int64_t column = int64_t{piece.pack} * kWidth;
@@ -92,6 +100,12 @@ __global__ void __launch_bounds__(kThreads)
     d_gate[i] = gate_gradient(d_product[i], up[i], slope[i]);
     product[i] = product_of(up[i], activated[i]);
   }
+  if constexpr (kFactored) {
+    const float factor = row_factor[piece.row];
+    scale_all(factor, d_up);
+    scale_all(factor, d_gate);
+    scale_all(factor, product);
+  }
   store(a.d_up_gate_T2F + up_at, d_up);
   store(a.d_up_gate_T2F + gate_at, d_gate);
   if (a.product_TF != nullptr) store(a.product_TF + product_at, product);
@@ -106,13 +120,25 @@ bool fits_plain(int64_t width, std::initializer_list<ScaledView> tensors) {
   });
 }
 
+// Calls f with a constant: whether rows have a factor, which fits_factor() this activation.
+template <typename Activation, typename Args, typename F>
+void with_factor(const Args& a, const F& f) {
+  if constexpr (std::is_same_v<Activation, SiluActivation>) {
+    with_constant(!a.row_factor.empty(), f);
+  } else {
+    f(std::false_type());
+  }
+}
+
 template <typename T, typename Activation>
 void launch_plain(CudaDevice& device, const SwigluForward& a, Activation activation) {
   const int64_t rows = a.product.num_rows(), width = a.product.num_cols();
   const int64_t pieces = ceil_div(width, int64_t{kThreads} * kForwardPacks * kPack<T>);
-  launch(device, "swiglu_forward", swiglu_forward_kernel<T, Activation>, {rows * pieces, kThreads},
-         a.up_gate.data.as<T>(), a.product.data.as<T>(), activation, static_cast<int>(width),
-         static_cast<int>(pieces));
+  with_factor<Activation>(a, [&](auto factored) {
+    launch(device, "swiglu_forward", swiglu_forward_kernel<T, Activation, decltype(factored)::value>,
+           {rows * pieces, kThreads}, a.up_gate.data.as<T>(), a.product.data.as<T>(), activation,
+           static_cast<int>(width), static_cast<int>(pieces), optional<float>(a.row_factor));
+  });
 }
 template <typename T, typename Activation>
 void launch_plain(CudaDevice& device, const SwigluBackward& a, Activation activation) {
@@ -120,8 +146,11 @@ void launch_plain(CudaDevice& device, const SwigluBackward& a, Activation activa
   const int64_t pieces = ceil_div(width, int64_t{kThreads} * kPack<T>);
   const BackwardTensors<T, Activation> tensors{a.up_gate.data.as<T>(), a.d_product.as<T>(),
                                                a.d_up_gate.data.as<T>(), optional<T>(a.product.data), activation};
-  launch(device, "swiglu_backward", swiglu_backward_kernel<T, Activation>, {rows * pieces, kThreads}, tensors,
-         static_cast<int>(width), static_cast<int>(pieces));
+  with_factor<Activation>(a, [&](auto factored) {
+    launch(device, "swiglu_backward", swiglu_backward_kernel<T, Activation, decltype(factored)::value>,
+           {rows * pieces, kThreads}, tensors, static_cast<int>(width), static_cast<int>(pieces),
+           optional<float>(a.row_factor));
+  });
 }
 
 template <typename Args>
@@ -163,6 +192,31 @@ AnySwigluSource<kPart, kRowStep> any_source(const Args& a) {
           static_cast<int>(a.up_gate.num_cols() / 2)};
 }
 
+// find_amax_of_elements() and write_rare() of a part, times the factors of rows.
+template <SwigluPart kPart, int kRowStep = 1, typename Args>
+void find_amax_of_part(CudaDevice& device, const Args& a, int64_t rows, int64_t width, float* amax) {
+  const auto source = any_source<kPart, kRowStep>(a);
+  if (a.row_factor.empty()) {
+    find_amax_of_elements(device, source, rows, width, amax);
+  } else {
+    find_amax_of_elements(device, FactoredElements<kPart, kRowStep>{source, a.row_factor.template as<float>()},
+                          rows, width, amax);
+  }
+}
+
+template <SwigluPart kPart, typename Args>
+void write_part(CudaDevice& device, const Args& a, int64_t rows, int64_t cols, const ScaledView& out,
+                const ScaledView& out_t, const float* amax) {
+  const auto source = any_source<kPart>(a);
+  if (a.row_factor.empty()) {
+    write_rare(device, source, rows, cols, out, out_t, amax);
+    return;
+  }
+  const FactoredElements<kPart, 1> factored{source, a.row_factor.template as<float>()};
+  tiles::write_pieces(device, factored, rows, cols, out, /*transposed=*/false, amax);
+  tiles::write_pieces(device, factored, rows, cols, out_t, /*transposed=*/true, amax);
+}
+
 // ---- FP8 forward: quantizing up_gate and finding the product's maximum in one pass ----
 
 template <typename Activation>
@@ -180,9 +234,9 @@ struct GateQuantization {
 };
 
 // A thread has up and gate of its part of a tile of [T, F].
-template <typename F8, bool kSavesSilu, typename Activation>
+template <typename F8, bool kSavesSilu, typename Activation, bool kFactored>
 __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
-    quantize_gate_kernel(const GateQuantization<Activation> q) {
+    quantize_gate_kernel(const GateQuantization<Activation> q, const float* row_factor) {
   __shared__ uint32_t shared[tiles::kWarps];
   const tiles::Place place;
   float amax = 0.0f;
@@ -190,7 +244,12 @@ __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
                       [&](int k, const typename GateQuantization<Activation>::Fetched& fetched) {
                         const auto made = q.codes.template make<F8, kSavesSilu>(fetched.up, fetched.gate);
                         q.codes.store(made, place.row + k, place.col);
-                        amax = fmaxf(amax, made.amax);
+                        if constexpr (kFactored) {
+                          const float factor = row_factor[min(place.row + k, q.codes.rows - 1)];
+                          amax = fmaxf(amax, fabsf(scaled_by(factor, made.amax)));
+                        } else {
+                          amax = fmaxf(amax, made.amax);
+                        }
                       });
   if (q.amax != nullptr) raise_to_block_max<tiles::kThreads>(q.amax, amax, shared);
 }
@@ -201,9 +260,14 @@ void quantize_gate(CudaDevice& device, const SwigluForward& a, float* amax) {
       using F8 = decltype(f8);
       using A = decltype(activation);
       const GateQuantization<A> q{PlainSource<BFloat16>(a.up_gate_plain), GateCodes<A>(a, activation), amax};
-      launch(device, "swiglu_forward",
-             a.silu.empty() ? quantize_gate_kernel<F8, false, A> : quantize_gate_kernel<F8, true, A>,
-             {tiles::grid_of(a.product.num_rows(), a.product.num_cols()), tiles::kThreads}, q);
+      with_factor<A>(a, [&](auto factored) {
+        constexpr bool kFactored = decltype(factored)::value;
+        launch(device, "swiglu_forward",
+               a.silu.empty() ? quantize_gate_kernel<F8, false, A, kFactored>
+                              : quantize_gate_kernel<F8, true, A, kFactored>,
+               {tiles::grid_of(a.product.num_rows(), a.product.num_cols()), tiles::kThreads}, q,
+               optional<float>(a.row_factor));
+      });
     });
   });
 }
@@ -219,9 +283,8 @@ void write_product(CudaDevice& device, const Args& a, float* amax, bool is_found
     tiles::write_tensor(device, source, rows, width, a.product, a.product_t, amax);
   };
   if (fits_tensor_tiles(a.product, a.product_t) && with_gates(a, write_tiles)) return;
-  const auto source = any_source<SwigluPart::kProduct>(a);
-  if (finds) find_amax_of_elements(device, source, rows, width, amax);
-  write_rare(device, source, rows, width, a.product, a.product_t, amax);
+  if (finds) find_amax_of_part<SwigluPart::kProduct>(device, a, rows, width, amax);
+  write_part<SwigluPart::kProduct>(device, a, rows, width, a.product, a.product_t, amax);
 }
 
 // ---- FP8 backward: d_up, d_gate and the product of a tile together ----
@@ -273,7 +336,7 @@ __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
     [[maybe_unused]] uint32_t product_codes[tiles::kWords];
 #pragma unroll
     for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
-      SwigluParts<4> g;
+      typename Inputs::Parts g;
       inputs.read(fetched, quarter, g);
       if constexpr (Scale::kFindsAmax) {
 #pragma unroll
@@ -354,15 +417,13 @@ __global__ void take_sampled_amax_kernel(const float* sampled, float* amax) {
 // The gradient in any format.
 void write_rare_gradient(CudaDevice& device, const SwigluBackward& a, float* amax) {
   const int64_t rows = a.d_product.dim[0], width = a.d_product.dim[1];
-  if (amax != nullptr) {
-    find_amax_of_elements(device, any_source<SwigluPart::kMagnitude>(a), rows, width, amax);
-  }
+  if (amax != nullptr) find_amax_of_part<SwigluPart::kMagnitude>(device, a, rows, width, amax);
   if (a.samples_amax) {
-    find_amax_of_elements(device, any_source<SwigluPart::kMagnitude, kAmaxSampling>(a),
-                          ceil_div(rows, kAmaxSampling), width, amax + 1);
+    find_amax_of_part<SwigluPart::kMagnitude, kAmaxSampling>(device, a, ceil_div(rows, kAmaxSampling), width,
+                                                             amax + 1);
     launch(device, "swiglu_backward", take_sampled_amax_kernel, {1, 1}, amax + 1, amax);
   }
-  write_rare(device, any_source<SwigluPart::kGradient>(a), rows, 2 * width, a.d_up_gate, a.d_up_gate_t, amax);
+  write_part<SwigluPart::kGradient>(device, a, rows, 2 * width, a.d_up_gate, a.d_up_gate_t, amax);
 }
 
 // Returns whether the product was made as well.
@@ -384,6 +445,47 @@ bool write_gradient(CudaDevice& device, const SwigluBackward& a) {
   return false;
 }
 
+// ---- The gradient of the factors of rows ----
+
+// A warp has a row: a lane 16 columns of every 512.
+template <typename Inputs>
+__global__ void __launch_bounds__(kThreads)
+    row_gradient_kernel(const Inputs inputs, int rows, int width, float* out) {
+  constexpr int kRows = kThreads / kWarpSize, kWidth = kSourceWidth;
+  const int row = static_cast<int>(blockIdx.x) * kRows + static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  if (row >= rows) return;
+  float sum = 0.0f;
+#pragma unroll 2
+  for (int col = lane * kWidth; col < width; col += kWarpSize * kWidth) {
+    const auto fetched = inputs.fetch(row, col);
+#pragma unroll
+    for (int quarter = 0; quarter < kWidth / 4; ++quarter) {
+      SwigluParts<4> parts;
+      inputs.read(fetched, quarter, parts);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum = fmaf(parts.d_product[i], parts.product(i), sum);
+    }
+  }
+  sum = warp_sum(sum);
+  if (lane == 0) out[row] = sum;
+}
+
+// The same of any formats.
+__global__ void __launch_bounds__(kThreads)
+    row_gradient_of_elements_kernel(const AnySwigluSource<SwigluPart::kProduct> product, int rows, float* out) {
+  constexpr int kRows = kThreads / kWarpSize;
+  const int row = static_cast<int>(blockIdx.x) * kRows + static_cast<int>(threadIdx.x) / kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  if (row >= rows) return;
+  float sum = 0.0f;
+  for (int col = lane; col < product.width; col += kWarpSize) {
+    sum = fmaf(product.d_product.element(row, col), product.element(row, col), sum);
+  }
+  sum = warp_sum(sum);
+  if (lane == 0) out[row] = sum;
+}
+
 }  // namespace
 
 float* zero_product_amax(CudaDevice& device, std::string_view op, const SwigluForward& a) {
@@ -397,13 +499,13 @@ void write_product_of_codes(CudaDevice& device, const SwigluForward& a, float* a
 void swiglu_forward(Device& any_device, const SwigluForward& a) {
   CudaDevice& device = as_cuda(any_device);
   const int64_t rows = a.product.num_rows(), width = a.product.num_cols();
-  if (a.silu.empty() && a.product_t.empty() && fits_plain(width, {a.up_gate, a.product})) {
+  if (a.silu.empty() && a.product_t.empty() && fits_factor(a) && fits_plain(width, {a.up_gate, a.product})) {
     run_plain(device, a);
     return;
   }
   tiles::check_extents(rows, 2 * width);
   float* const amax = zero_product_amax(device, "swiglu_forward", a);
-  if (!a.up_gate_plain.empty() && fits_gate_codes(a)) {
+  if (!a.up_gate_plain.empty() && fits_gate_codes(a) && fits_factor(a)) {
     quantize_gate(device, a, amax);
     write_product_of_codes(device, a, amax);
     return;
@@ -419,14 +521,17 @@ void swiglu_forward(Device& any_device, const SwigluForward& a) {
 void swiglu_backward(Device& any_device, const SwigluBackward& a) {
   CudaDevice& device = as_cuda(any_device);
   const bool wants_gradient = !a.d_up_gate.empty() || !a.d_up_gate_t.empty();
-  if (!a.d_up_gate.empty() && a.d_up_gate_t.empty() && a.product_t.empty() && a.silu.empty() &&
+  if (!a.d_up_gate.empty() && a.d_up_gate_t.empty() && a.product_t.empty() && a.silu.empty() && fits_factor(a) &&
       fits_plain(a.d_product.dim[1], {a.up_gate, a.d_product, a.d_up_gate, a.product})) {
     run_plain(device, a);
     return;
   }
-  if (!wants_gradient && a.product_t.empty() && a.silu.empty() &&
+  if (!wants_gradient && a.product_t.empty() && a.silu.empty() && fits_factor(a) &&
       fits_plain(a.product.num_cols(), {a.up_gate, a.product})) {
-    run_plain(device, SwigluForward{.up_gate = a.up_gate, .product = a.product, .activation = a.activation});
+    run_plain(
+        device,
+        SwigluForward{
+            .up_gate = a.up_gate, .product = a.product, .activation = a.activation, .row_factor = a.row_factor});
     return;
   }
   tiles::check_extents(a.up_gate.num_rows(), a.up_gate.num_cols());
@@ -434,6 +539,28 @@ void swiglu_backward(Device& any_device, const SwigluBackward& a) {
   if (!has_product && !(a.product.empty() && a.product_t.empty())) {
     write_product(device, a, nullptr, /*is_found=*/false);
   }
+}
+
+void swiglu_row_gradient(Device& any_device, const SwigluRowGradient& a) {
+  CudaDevice& device = as_cuda(any_device);
+  const int64_t rows = a.d_product.dim[0], width = a.d_product.dim[1];
+  tiles::check_extents(rows, 2 * width);
+  const SwigluBackward inputs{
+      .up_gate = a.up_gate, .silu = a.silu, .d_product = a.d_product, .activation = a.activation};
+  const Grid grid(ceil_div(rows, kThreads / kWarpSize), kThreads);
+  auto* const out = a.d_row_factor.as<float>();
+  const auto run = [&](const auto& gates) {
+    using Inputs = GradientInputs<std::decay_t<decltype(gates)>>;
+    if constexpr (std::is_same_v<typename Inputs::Parts, SwigluParts<4>>) {  // always: no factors are given
+      launch(device, "swiglu_row_gradient", row_gradient_kernel<Inputs>, grid,
+             Inputs{gates, PlainSource<BFloat16>(a.d_product)}, static_cast<int>(rows), static_cast<int>(width),
+             out);
+    }
+  };
+  const bool wide = a.d_product.dtype == DType::kBF16 && is_aligned(a.d_product.data, 16);
+  if (wide && with_gates(inputs, run)) return;
+  launch(device, "swiglu_row_gradient", row_gradient_of_elements_kernel, grid,
+         any_source<SwigluPart::kProduct>(inputs), static_cast<int>(rows), out);
 }
 
 }  // namespace parka::cuda

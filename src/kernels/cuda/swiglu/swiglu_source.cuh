@@ -33,16 +33,33 @@ struct SwigluParts {
   }
 };
 
+// x times the factor of a row. Zero for 0, whatever x is.
+__device__ inline float scaled_by(float factor, float x) { return factor == 0.0f ? 0.0f : __fmul_rn(x, factor); }
+
+// The same where rows have a factor. Rounding keeps the order of the magnitudes.
+template <int kCount>
+struct FactoredParts : SwigluParts<kCount> {
+  using Base = SwigluParts<kCount>;
+  float factor;
+
+  __device__ float product(int i) const { return scaled_by(factor, Base::product(i)); }
+  __device__ float d_up(int i) const { return scaled_by(factor, Base::d_up(i)); }
+  __device__ float d_gate(int i) const { return scaled_by(factor, Base::d_gate(i)); }
+  __device__ float magnitude(int i) const { return fabsf(scaled_by(factor, Base::magnitude(i))); }
+};
+
 // Up and gate of [T, F].
 template <typename UpGate, typename Silu, typename Activation>
 struct Gates {
   static constexpr bool kCoded = !std::is_same_v<UpGate, PlainSource<BFloat16>>;
   static constexpr bool kSaved = !std::is_same_v<Silu, NoSource>;
+  static constexpr bool kIsSilu = std::is_same_v<Activation, SiluActivation>;
   UpGate up_gate;
   Silu saved_silu;
   Activation activation;
   int width;
 
+  using Parts = SwigluParts<4>;
   struct Fetched {
     typename UpGate::Fetched up, gate;
     typename Silu::Fetched silu;
@@ -61,6 +78,31 @@ struct Gates {
   }
 };
 
+// The same of rows that have a factor.
+template <typename Gates>
+struct FactoredGates {
+  Gates gates;
+  const float* row_factor;
+
+  using Parts = FactoredParts<4>;
+  struct Fetched {
+    typename Gates::Fetched gates;
+    float factor;
+  };
+
+  __device__ Fetched fetch(int row, int col) const { return {gates.fetch(row, col), __ldg(row_factor + row)}; }
+  __device__ void read(const Fetched& at, int quarter, Parts& parts) const {
+    gates.read(at.gates, quarter, parts);
+    parts.factor = at.factor;
+  }
+};
+
+// Kernels of their own have factors of rows only with SiLU, which all mixtures of experts have.
+template <typename Args>
+bool fits_factor(const Args& a) {
+  return a.row_factor.empty() || a.activation == GateActivation::kSilu;
+}
+
 // Calls f with the Gates of an op's arguments, and returns true, where their formats have kernels of their own:
 // act(gate) is saved only beside codes of up_gate.
 template <typename Args, typename F>
@@ -72,17 +114,27 @@ bool with_gates(const Args& a, const F& f) {
   const bool plain_alone = a.up_gate.data.dtype == DType::kBF16 && a.silu.empty();
   const bool all_coded = is_saved(a.up_gate) && (a.silu.empty() || is_saved(a.silu));
   const bool wide = width % kSourceWidth == 0 && AnySource(a.up_gate).fits_wide() && AnySource(a.silu).fits_wide();
-  if (!wide || !(plain_alone || all_coded)) return false;
+  if (!wide || !(plain_alone || all_coded) || !fits_factor(a)) return false;
   using Plain = PlainSource<BFloat16>;
   using Coded = GroupedSource<Float8E4M3>;
+  const auto with_factor = [&](const auto& gates) {
+    using G = std::decay_t<decltype(gates)>;
+    if constexpr (G::kIsSilu) {
+      if (!a.row_factor.empty()) {
+        f(FactoredGates<G>{gates, a.row_factor.template as<float>()});
+        return;
+      }
+    }
+    f(gates);
+  };
   with_activation(a.activation, [&](auto activation) {
     using A = decltype(activation);
     if (plain_alone) {
-      f(Gates<Plain, NoSource, A>{Plain(a.up_gate), {}, activation, width});
+      with_factor(Gates<Plain, NoSource, A>{Plain(a.up_gate), {}, activation, width});
     } else if (a.silu.empty()) {
-      f(Gates<Coded, NoSource, A>{Coded(a.up_gate), {}, activation, width});
+      with_factor(Gates<Coded, NoSource, A>{Coded(a.up_gate), {}, activation, width});
     } else {
-      f(Gates<Coded, Coded, A>{Coded(a.up_gate), Coded(a.silu), activation, width});
+      with_factor(Gates<Coded, Coded, A>{Coded(a.up_gate), Coded(a.silu), activation, width});
     }
   });
   return true;
@@ -97,7 +149,7 @@ struct ProductSource {
 
   __device__ Fetched fetch(int row, int col) const { return gates.fetch(row, col); }
   __device__ void decode(const Fetched& at, int quarter, float (&x)[4]) const {
-    SwigluParts<4> parts;
+    typename Gates::Parts parts;
     gates.read(at, quarter, parts);
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = parts.product(i);
@@ -110,13 +162,14 @@ struct GradientInputs {
   Gates gates;
   PlainSource<BFloat16> d_product;
 
+  using Parts = typename Gates::Parts;
   struct Fetched {
     typename Gates::Fetched gates;
     PlainSource<BFloat16>::Fetched d_product;
   };
 
   __device__ Fetched fetch(int row, int col) const { return {gates.fetch(row, col), d_product.fetch(row, col)}; }
-  __device__ void read(const Fetched& at, int quarter, SwigluParts<4>& parts) const {
+  __device__ void read(const Fetched& at, int quarter, Parts& parts) const {
     gates.read(at.gates, quarter, parts);
     d_product.decode(at.d_product, quarter, parts.d_product);
   }
@@ -131,7 +184,7 @@ struct MagnitudeSource {
 
   __device__ Fetched fetch(int row, int col) const { return inputs.fetch(row * kRowStep, col); }
   __device__ void decode(const Fetched& at, int quarter, float (&x)[4]) const {
-    SwigluParts<4> parts;
+    typename Inputs::Parts parts;
     inputs.read(at, quarter, parts);
 #pragma unroll
     for (int i = 0; i < 4; ++i) x[i] = parts.magnitude(i);
@@ -175,6 +228,17 @@ struct AnySwigluSource {
     parts.d_product[0] = d_product.element(row, col);
     if constexpr (kPart == SwigluPart::kMagnitude) return parts.magnitude(0);
     return is_gate ? parts.d_gate(0) : parts.d_up(0);
+  }
+};
+
+// The same of rows that have a factor.
+template <SwigluPart kPart, int kRowStep>
+struct FactoredElements {
+  AnySwigluSource<kPart, kRowStep> source;
+  const float* row_factor;
+
+  __device__ float element(int row, int col) const {
+    return scaled_by(row_factor[row * kRowStep], source.element(row, col));
   }
 };
 

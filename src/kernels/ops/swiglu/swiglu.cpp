@@ -38,6 +38,10 @@ void check_optional(std::string_view op, std::string_view name, const ScaledView
   if (!t.empty()) check_matrix(op, name, t, rows, cols);
 }
 
+void check_row_factor(std::string_view op, const TensorView& t, int64_t rows) {
+  if (!t.empty()) check_tensor(op, "row_factor", t, {rows}, {DType::kF32});
+}
+
 }  // namespace
 
 void check_swiglu_forward(const SwigluForward& a) {
@@ -54,6 +58,7 @@ void check_swiglu_forward(const SwigluForward& a) {
     }
   }
   check_silu(kOp, a.silu, rows, width);
+  check_row_factor(kOp, a.row_factor, rows);
 }
 
 void swiglu_forward(Device& device, const SwigluForward& a) {
@@ -79,12 +84,24 @@ void swiglu_backward(Device& device, const SwigluBackward& a) {
   check_optional(kOp, "product", a.product, rows, width);
   check_optional(kOp, "product_t", a.product_t, width, rows);
   check_shared_scale(kOp, a.product, a.product_t);
+  check_row_factor(kOp, a.row_factor, rows);
   if (rows == 0 || width == 0) return;
   PARKA_DISPATCH(swiglu_backward, device, a);
 }
 
+void swiglu_row_gradient(Device& device, const SwigluRowGradient& a) {
+  constexpr std::string_view kOp = "swiglu_row_gradient";
+  const int64_t rows = a.up_gate.num_rows(), width = a.up_gate.num_cols() / 2;
+  check_up_gate(kOp, a.up_gate, rows, width);
+  check_silu(kOp, a.silu, rows, width);
+  check_tensor(kOp, "d_product", a.d_product, {rows, width}, {DType::kF32, DType::kBF16});
+  check_tensor(kOp, "d_row_factor", a.d_row_factor, {rows}, {DType::kF32});
+  if (rows == 0) return;
+  PARKA_DISPATCH(swiglu_row_gradient, device, a);
+}
+
 OpCost cost_of(const SwigluForward& a) {
-  return moved(all_bytes(a.up_gate_plain, a.up_gate, a.silu, a.product, a.product_t) +
+  return moved(all_bytes(a.up_gate_plain, a.up_gate, a.silu, a.product, a.product_t, a.row_factor) +
                    (read_twice(a.product, a.product_t) ? all_bytes(a.up_gate, a.silu) : 0.0),
                a.product.data);
 }
@@ -96,12 +113,16 @@ OpCost cost_of(const SwigluBackward& a) {
   const double reads = all_bytes(a.up_gate, a.silu, a.d_product);
   const double for_amax = read_twice(a.d_up_gate, a.d_up_gate_t) ? reads : 0.0;
   return moved(reads + (a.samples_amax ? for_amax / kAmaxSampling : for_amax) +
-                   all_bytes(a.d_up_gate, a.d_up_gate_t, a.product, a.product_t),
+                   all_bytes(a.d_up_gate, a.d_up_gate_t, a.product, a.product_t, a.row_factor),
                a.up_gate.data);
 }
 int64_t workspace_of(const SwigluBackward& a) {
   if (!has_tensor_scale(a.d_up_gate) && !has_tensor_scale(a.d_up_gate_t)) return 0;
   return (a.samples_amax ? 2 : 1) * cuda::kAmaxWorkspaceBytes;
+}
+
+OpCost cost_of(const SwigluRowGradient& a) {
+  return moved(all_bytes(a.up_gate, a.silu, a.d_product, a.d_row_factor), a.d_product);
 }
 
 void swiglu_projection(Device& device, const SwigluProjection& a) {
@@ -133,7 +154,7 @@ int64_t workspace_of(const SwigluProjection& a) {
 bool suits_one_kernel(const SwigluProjection& a) {
   const ScaledView& up_gate = a.swiglu.up_gate;
   return suits_float8_tiles(a.projection) && up_gate.data.dtype == DType::kE4M3 &&
-         up_gate.scaling == Scaling::kGroup;
+         up_gate.scaling == Scaling::kGroup && a.swiglu.row_factor.empty();
 }
 
 bool runs_as_one(const Device& device, const SwigluProjection& a) {
