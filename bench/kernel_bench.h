@@ -241,6 +241,8 @@ inline constexpr const char* kVisionModel = "so400m";
 void bench_vision(Bench& bench);
 // muon_kernels.cpp: Muon's ops.
 void bench_muon(Bench& bench);
+// moe_kernels.cpp: the ops of mixtures of experts.
+void bench_moe(Device& device, Bench& bench);
 // amax_kernels.cpp: the maximum of a matrix, found in a pass of its own or on the way.
 void bench_amax(Device& device, double copy_bandwidth);
 

@@ -17,6 +17,7 @@
 #include "kernels/ops/elementwise/vision.h"
 #include "kernels/ops/gemm/gemm.h"
 #include "kernels/ops/moe/grouped_gemm.h"
+#include "kernels/ops/moe/routing.h"
 #include "kernels/ops/norm/norm.h"
 #include "kernels/ops/norm/qk_norm.h"
 #include "kernels/ops/optimizer/adamw.h"

@@ -117,6 +117,31 @@ inline int64_t attention_decode_workspace_bytes(int64_t rows, int64_t num_heads,
   return rows * num_heads * attention_decode_pieces(max_keys) * (head_dim + 2) * 4;
 }
 
+// sort_by_expert: of each piece of the slots how many each expert has, int32 [E, pieces]. A piece is one thread
+// block's work.
+inline constexpr int64_t kSortMostPieces = 256;
+inline int64_t sort_piece_slots(int64_t num_slots) {
+  constexpr int64_t kFewest = 1024, kStep = 256;
+  const int64_t slots = (num_slots + kSortMostPieces - 1) / kSortMostPieces;
+  return slots <= kFewest ? kFewest : (slots + kStep - 1) / kStep * kStep;
+}
+inline int64_t sort_pieces(int64_t num_slots) {  // one of no slots, too
+  return num_slots == 0 ? 1 : (num_slots - 1) / sort_piece_slots(num_slots) + 1;
+}
+inline int64_t sort_by_expert_workspace_bytes(int64_t num_slots, int64_t num_experts) {
+  return num_experts * sort_pieces(num_slots) * 4;
+}
+
+// router_load: the sums of pieces of the tokens, fp32 [pieces, 2 E + 1], in an order of the tokens' number alone.
+inline int64_t router_load_pieces(int64_t tokens) {
+  constexpr int64_t kMostPieces = 256, kFewestTokens = 32;
+  const int64_t pieces = (tokens + kFewestTokens - 1) / kFewestTokens;
+  return pieces < kMostPieces ? pieces : kMostPieces;
+}
+inline int64_t router_load_workspace_bytes(int64_t tokens, int64_t num_experts) {
+  return router_load_pieces(tokens) * (2 * num_experts + 1) * 4;
+}
+
 // sum_of_squares: one fp64 sum for each part and for each piece of each part. A piece is one thread block's work.
 inline constexpr int64_t kSumOfSquaresPiece = int64_t{1} << 14;  // elements
 inline int64_t sum_of_squares_pieces(int64_t numel) {

@@ -1,8 +1,6 @@
 #pragma once
 #include <cstdint>
-#include <string_view>
 
-#include "core/config_fields.h"
 #include "core/tensor.h"
 #include "kernels/op/op.h"
 
@@ -12,7 +10,6 @@ namespace parka {
 // A "slot" is one choice of one token; slot t * k + j is the j-th choice of token t. Slots are sorted by expert,
 // and each expert's rows begin at a multiple of kExpertRows, so R = expert_rows(T * k, E) rows are enough for any
 // choices: memory depends on no routing. Rows of no slot are zeros in every tensor of R rows.
-// docs/moe.md tells how they follow one another.
 
 // Tiles of the grouped products, which read the rows of one expert alone.
 inline constexpr int64_t kExpertRows = 128;
@@ -117,11 +114,5 @@ struct RouteBackward {
   TensorView d_logits;  // [T, E] fp32 or bf16, out
 };
 PARKA_OP(route_backward, RouteBackward);
-
-template <>
-struct EnumNames<RouterScore> {
-  static constexpr EnumName<RouterScore> kAll[] = {{RouterScore::kSoftmax, "softmax"},
-                                                   {RouterScore::kSigmoid, "sigmoid"}};
-};
 
 }  // namespace parka
