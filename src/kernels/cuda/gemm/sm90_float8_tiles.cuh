@@ -200,25 +200,26 @@ struct HalfTile {
   }
 };
 
-// By all threads of a consumer.
-__device__ __forceinline__ void multiply_tiles(int consumer, const Product& product, uint32_t shared,
-                                               const Ring& ring, const OutTile& out) {
-  const float factor = __fmul_rn(*product.scale_a, *product.scale_b);
-  const int steps = product.steps;
+// By all threads of a consumer: for_each_factor(f) calls f for each tile of this block, with what its numbers are
+// multiplied by. `a` has elements of T, which are codes or bf16; kSummedB: rows of b's tiles are summed over.
+template <typename T, bool kSummedB, typename ForEachFactor>
+__device__ __forceinline__ void multiply_tiles(int consumer, int steps, uint32_t shared, const Ring& ring,
+                                               const OutTile& out, const ForEachFactor& for_each_factor) {
   float c[1][32][4] = {};
   unsigned slot = 0, halves = 0;  // steps read so far; halves left so far
-  HalfTile held(c, factor, 1);
+  HalfTile held(c, 1.0f, 1);
   const auto leave = [&](const HalfTile& half) {
     out.wait_empty(halves++);
     half.store(consumer, shared);
     OutTile::arrive(out.full);
   };
-  for_each_tile(product.order, [&](TileOrder::Place, unsigned) {
+  for_each_factor([&](float factor) {
     for (int step = 0; step < steps; ++step, ++slot) {
       const uint32_t a = shared + Ring::place(slot) * kStageBytes;
       ring.wait_full(slot);
       wgmma_fence();
-      start_e4m3_product(c, a + consumer * kConsumerRows * kCodesDepth, a + kBytesA, step > 0);
+      start_wide_product<T, false, kSummedB>(c, a + consumer * kConsumerRows * kBlockRowBytes, a + kBytesA,
+                                             step > 0);
       wgmma_commit_group();
       if (step > 0) {
         wgmma_wait_group<1>();
@@ -263,34 +264,52 @@ __device__ __forceinline__ void finish_tiles(const OutTile& out, const TileOrder
   });
 }
 
+// The roles of a block. `begin` is called by all threads before they part.
+template <typename Begin, typename Copy, typename Multiply, typename Finish>
+__device__ __forceinline__ void run_roles(const Ring& ring, const OutTile& out, const Begin& begin,
+                                          const Copy& copy, const Multiply& multiply, const Finish& finish) {
+  if (threadIdx.x == 0) {
+    ring.init();
+    out.init();
+    mbarrier_init_fence();
+  }
+  begin();
+  __cluster_barrier_arrive();
+  __cluster_barrier_wait();
+  const int group = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  if (group > 0) {
+    setmaxnreg_inc<kConsumerRegisters>();
+    multiply(group - 1);
+  } else {
+    setmaxnreg_dec<kFinisherRegisters>();
+    if (threadIdx.x >= kWarpSize) {
+      finish();
+    } else if (threadIdx.x == 0) {
+      copy();
+    }
+  }
+  __syncwarp();
+  __cluster_barrier_arrive();
+  __cluster_barrier_wait();  // the other block may still copy to this one, or arrive here
+}
+
 // All of a kernel with kThreads threads and kSharedBytes of shared memory, in clusters of kClusterBlocks.
 template <typename Finish>
 __device__ __forceinline__ void run_product(const Product& product, unsigned char* memory, const Finish& finish) {
   const uint32_t shared = shared_address(memory);
   const Ring ring(shared);
   const OutTile out(shared);
-  if (threadIdx.x == 0) {
-    ring.init();
-    out.init();
-    mbarrier_init_fence();
-  }
-  __cluster_barrier_arrive();
-  __cluster_barrier_wait();
-  const int group = __shfl_sync(kFullWarp, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
-  if (group > 0) {
-    setmaxnreg_inc<kConsumerRegisters>();
-    multiply_tiles(group - 1, product, shared, ring, out);
-  } else {
-    setmaxnreg_dec<kFinisherRegisters>();
-    if (threadIdx.x >= kWarpSize) {
-      finish_tiles(out, product.order, [&](TileOrder::Place place, int half) { finish(place, half, shared); });
-    } else if (threadIdx.x == 0) {
-      copy_tiles(product, shared, ring);
-    }
-  }
-  __syncwarp();
-  __cluster_barrier_arrive();
-  __cluster_barrier_wait();  // the other block may still copy to this one, or arrive here
+  const auto multiply = [&](int consumer) {
+    const float factor = __fmul_rn(*product.scale_a, *product.scale_b);
+    multiply_tiles<Float8E4M3, false>(consumer, product.steps, shared, ring, out, [&](const auto& f) {
+      for_each_tile(product.order, [&](TileOrder::Place, unsigned) { f(factor); });
+    });
+  };
+  run_roles(
+      ring, out, [] {}, [&] { copy_tiles(product, shared, ring); }, multiply,
+      [&] {
+        finish_tiles(out, product.order, [&](TileOrder::Place place, int half) { finish(place, half, shared); });
+      });
 }
 
 #endif  // PARKA_SM90_CODE

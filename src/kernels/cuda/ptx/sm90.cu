@@ -39,4 +39,10 @@ CUtensorMap make_code_map(const void* codes, int64_t rows, int64_t columns, int 
                      {kCodesDepth, static_cast<cuuint32_t>(box_rows)});
 }
 
+CUtensorMap make_number_map(const BFloat16* x, int64_t rows, int64_t columns, int box_rows) {
+  const auto width = static_cast<cuuint64_t>(columns);
+  return make_map<2>(CU_TENSOR_MAP_DATA_TYPE_BFLOAT16, x, {width, static_cast<cuuint64_t>(rows)}, {width * 2},
+                     {kBlockColumns, static_cast<cuuint32_t>(box_rows)});
+}
+
 }  // namespace parka::cuda

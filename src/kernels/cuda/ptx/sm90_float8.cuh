@@ -1,10 +1,11 @@
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include "kernels/cuda/ptx/sm90.cuh"
 
-// PTX of compute capability 9.0 for products of FP8 matrices: wgmma of E4M3, and bulk copies of codes. A row of a
-// tile is 128 codes in 128 bytes, in the layout of sm90.cuh's blocks.
+// PTX of compute capability 9.0 for products of large matrices of FP8, or bf16: wgmma of 128 or 256 columns, and
+// bulk copies. A row of a tile is 128 codes or 64 numbers in 128 bytes, in the layout of sm90.cuh's blocks.
 namespace parka::cuda {
 
 constexpr int kCodesDepth = 128;  // codes of a row of a tile: terms of sums
@@ -13,6 +14,8 @@ constexpr int kCodesStep = 32;    // of them multiplied by one instruction
 // Rows of a [rows, columns] matrix of codes, in boxes of `box_rows` rows and kCodesDepth columns. Copies fill what
 // is outside of it with zeros. Its address and columns are multiples of 16.
 CUtensorMap make_code_map(const void* codes, int64_t rows, int64_t columns, int box_rows);
+// The same of numbers, kBlockColumns of a row.
+CUtensorMap make_number_map(const BFloat16* x, int64_t rows, int64_t columns, int box_rows);
 
 #if PARKA_SM90_CODE
 
@@ -29,37 +32,74 @@ __device__ inline void copy_codes_async(uint32_t target, const CUtensorMap& map,
 #define PARKA_C4(n) "+f"(c[0][n][0]), "+f"(c[0][n][1]), "+f"(c[0][n][2]), "+f"(c[0][n][3])
 #define PARKA_C16(n) PARKA_C4(n), PARKA_C4(n + 1), PARKA_C4(n + 2), PARKA_C4(n + 3)
 #define PARKA_C64(n) PARKA_C16(n), PARKA_C16(n + 4), PARKA_C16(n + 8), PARKA_C16(n + 12)
+#define PARKA_R64                                                                    \
+  "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
+  "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
+  "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, " \
+  "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63"
+#define PARKA_R128                                                                               \
+  PARKA_R64                                                                                      \
+  ", %64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "           \
+  "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "             \
+  "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, " \
+  "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
+#define PARKA_WGMMA_128(types, majors)                                                                            \
+  asm volatile(                                                                                                   \
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"                                              \
+      "wgmma.mma_async.sync.aligned.m64n128" types " {" PARKA_R64 "}, %64, %65, accumulate, 1, 1" majors ";\n}\n" \
+      : PARKA_C64(0)                                                                                              \
+      : "l"(a), "l"(b), "r"(int{accumulate}))
+#define PARKA_WGMMA_256(types, majors)                                                                      \
+  asm volatile(                                                                                             \
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %130, 0;\n"                                       \
+      "wgmma.mma_async.sync.aligned.m64n256" types " {" PARKA_R128 "}, %128, %129, accumulate, 1, 1" majors \
+      ";\n}\n"                                                                                              \
+      : PARKA_C64(0), PARKA_C64(16)                                                                         \
+      : "l"(a), "l"(b), "r"(int{accumulate}))
 
-// c = A B^T, or with `accumulate` c += A B^T, for A [64, 32] and B [256, 32] of E4M3. The tensor cores' accumulator
-// keeps about 14 bits of a sum (ops/gemm/gemm.h).
-__device__ inline void wgmma_e4m3_step(float (&c)[1][32][4], uint64_t a, uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k32.f32.e4m3.e4m3 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, "
-      "%32, %33, %34, %35, %36, %37, %38, %39, %40, %41, %42, %43, %44, %45, %46, %47, "
-      "%48, %49, %50, %51, %52, %53, %54, %55, %56, %57, %58, %59, %60, %61, %62, %63, "
-      "%64, %65, %66, %67, %68, %69, %70, %71, %72, %73, %74, %75, %76, %77, %78, %79, "
-      "%80, %81, %82, %83, %84, %85, %86, %87, %88, %89, %90, %91, %92, %93, %94, %95, "
-      "%96, %97, %98, %99, %100, %101, %102, %103, %104, %105, %106, %107, %108, %109, %110, %111, "
-      "%112, %113, %114, %115, %116, %117, %118, %119, %120, %121, %122, %123, %124, %125, %126, %127"
-      "}, %128, %129, accumulate, 1, 1;\n}\n"
-      : PARKA_C64(0), PARKA_C64(16)
-      : "l"(a), "l"(b), "r"(int{accumulate}));
+// c = A B^T, or with `accumulate` c += A B^T, for 64 rows of A and 8 kN of B, 128 or 256. A has elements of T, and
+// B of E4M3 where those are codes. kSummedA, kSummedB: rows of the tile are summed over (operand_descriptor). The
+// tensor cores' accumulator keeps about 14 bits of a sum of codes (ops/gemm/gemm.h).
+template <typename T, bool kSummedA, bool kSummedB, int kN>
+__device__ inline void wgmma_wide_step(float (&c)[1][kN][4], uint64_t a, uint64_t b, bool accumulate) {
+  constexpr bool kBF16 = std::is_same_v<T, BFloat16>, kE4M3 = std::is_same_v<T, Float8E4M3>, kWide = kN == 32;
+  static_assert((kN == 16 || kN == 32) && (kBF16 || !(kSummedA || kSummedB)));
+  if constexpr (kWide && kE4M3) {
+    PARKA_WGMMA_256("k32.f32.e4m3.e4m3", "");
+  } else if constexpr (kWide && !kBF16) {
+    PARKA_WGMMA_256("k32.f32.e5m2.e4m3", "");
+  } else if constexpr (kE4M3) {
+    PARKA_WGMMA_128("k32.f32.e4m3.e4m3", "");
+  } else if constexpr (!kBF16) {
+    PARKA_WGMMA_128("k32.f32.e5m2.e4m3", "");
+  } else if constexpr (kWide && !kSummedA && !kSummedB) {
+    PARKA_WGMMA_256("k16.f32.bf16.bf16", ", 0, 0");
+  } else if constexpr (kWide && !kSummedA) {
+    PARKA_WGMMA_256("k16.f32.bf16.bf16", ", 0, 1");
+  } else {
+    static_assert(!kWide && kSummedA && kSummedB);
+    PARKA_WGMMA_128("k16.f32.bf16.bf16", ", 1, 1");
+  }
 }
 
 #undef PARKA_C4
 #undef PARKA_C16
 #undef PARKA_C64
+#undef PARKA_R64
+#undef PARKA_R128
+#undef PARKA_WGMMA_128
+#undef PARKA_WGMMA_256
 
-// Starts c = A B^T, or c += A B^T, for a row of tiles' depth: A [64, 128], B [256, 128].
-__device__ inline void start_e4m3_product(float (&c)[1][32][4], uint32_t a_tile, uint32_t b_tile, bool accumulate) {
-  const uint64_t a = operand_descriptor<false>(a_tile, 0), b = operand_descriptor<false>(b_tile, 0);
+// Starts that for a step of the summed axis: kCodesDepth bytes of rows, or 64 rows in blocks of as many.
+template <typename T, bool kSummedA = false, bool kSummedB = false, int kN>
+__device__ inline void start_wide_product(float (&c)[1][kN][4], uint32_t a_tile, uint32_t b_tile, bool accumulate) {
+  constexpr uint32_t kBlockBytes = kBlockColumns * kBlockRowBytes, kSummedStep = 16 * kBlockRowBytes;
+  const uint64_t a = operand_descriptor<kSummedA>(a_tile, kBlockBytes);
+  const uint64_t b = operand_descriptor<kSummedB>(b_tile, kBlockBytes);
 #pragma unroll
   for (int k = 0; k < kCodesDepth / kCodesStep; ++k) {
-    const int within = k * kCodesStep / 16;
-    wgmma_e4m3_step(c, a + within, b + within, accumulate || k > 0);
+    wgmma_wide_step<T, kSummedA, kSummedB>(c, a + k * (kSummedA ? kSummedStep : kCodesStep) / 16,
+                                           b + k * (kSummedB ? kSummedStep : kCodesStep) / 16, accumulate || k > 0);
   }
 }
 
