@@ -347,6 +347,25 @@ TEST_CASE("grouped products of the most experts there may be", "[kernels][moe][s
   }
 }
 
+// So many that each multiprocessor takes several tiles one after another.
+TEST_CASE("grouped products of many tiles on a GPU give the CPU's bits of whole numbers",
+          "[kernels][moe][devices]") {
+  if (gpu() == nullptr) return;
+  std::vector<int64_t> counts;
+  for (int64_t e = 0; e < 40; ++e) counts.push_back(e % 7 == 3 ? 0 : e * 37 % 700);
+  const auto [cols, depth] = GENERATE(table<int64_t, int64_t>({{1040, 128}, {512, 640}, {144, 1088}}));
+  for (const Formats& formats : kFormats) {
+    Case c{counts, cols, depth, formats, DType::kBF16};
+    c.whole = c.fast = true;
+    CAPTURE(describe(c));
+    const Forward got(*gpu(), c), want(cpu_device(), c);
+    CHECK((got.out.bytes() == want.out.bytes()));
+    c.accumulate = true;
+    const Gradient gradient(*gpu(), c), want_gradient(cpu_device(), c);
+    CHECK((gradient.out.bytes() == want_gradient.out.bytes()));
+  }
+}
+
 TEST_CASE("grouped products give the same bits on any number of threads", "[kernels][moe]") {
   for (const Formats& formats : kFormats) {
     const Case c{{300, 0, 40}, 140, 70, formats, DType::kF32};

@@ -1,6 +1,7 @@
 #include "kernels/ops/moe/grouped_gemm.h"
 
 #include "kernels/cuda/launch.cuh"
+#include "kernels/cuda/moe/experts.cuh"
 #include "kernels/cuda/quantize/fp8.cuh"
 
 namespace parka::cuda {
@@ -96,14 +97,6 @@ __device__ void store_tile(const float (&c)[kPart][kPart], float scale, bool acc
   }
 }
 
-struct Experts {
-  const int *offsets, *counts;
-  int count;
-
-  explicit Experts(const TensorView& offsets_, const TensorView& counts_)
-      : offsets(offsets_.as<int32_t>()), counts(counts_.as<int32_t>()), count(static_cast<int>(counts_.numel())) {}
-};
-
 // The expert of this row, in all threads of a block; -1 for none.
 __device__ int expert_of(const Experts& experts, int row) {
   __shared__ int found;
@@ -157,6 +150,10 @@ dim3 tiles_of(int64_t rows, int64_t cols, int64_t experts = 1) {
 
 void grouped_gemm(Device& any_device, const GroupedGemm& a) {
   CudaDevice& device = as_cuda(any_device);
+  if (fits_sm90(device, a)) {
+    run_sm90(device, a);
+    return;
+  }
   const auto [rows, cols, depth, count] = shape_of(a);
   const Operand left(a.a, depth, 1), right(a.b, a.b_transposed ? 1 : depth, a.b_transposed ? cols : 1);
   with_plain_type(a.out.dtype, [&](auto type) {
@@ -169,6 +166,10 @@ void grouped_gemm(Device& any_device, const GroupedGemm& a) {
 
 void grouped_weight_gradient(Device& any_device, const GroupedWeightGradient& a) {
   CudaDevice& device = as_cuda(any_device);
+  if (fits_sm90(device, a)) {
+    run_sm90(device, a);
+    return;
+  }
   const auto [rows, cols, depth, count] = shape_of(a);
   const bool coded = a.x.scaling != Scaling::kNone;
   const Operand d_y(a.d_y, coded ? rows : 1, coded ? 1 : cols), x(a.x, coded ? rows : 1, coded ? 1 : depth);

@@ -1,0 +1,533 @@
+#include <algorithm>
+#include <initializer_list>
+#include <type_traits>
+
+#include "kernels/cuda/gemm/sm90_float8_tiles.cuh"
+#include "kernels/cuda/moe/experts.cuh"
+#include "kernels/ops/moe/routing.h"
+
+// Kernels are built as sm90_float8_tiles.cuh describes: persistent clusters of two blocks, each with a producer,
+// three warps of finishers and two consumer warpgroups. Tiles are found on the device, from the rows in use. Both
+// blocks of a cluster go through the same tiles and steps, so that either may copy to both.
+namespace parka::cuda {
+namespace {
+
+using namespace sm90_float8;
+
+// What a step of the summed axis takes of an operand of T: 128 bytes of each row.
+template <typename T>
+constexpr int kTerms = kBlockRowBytes / sizeof(T);
+
+template <typename T>
+CUtensorMap make_rows_map(const ScaledView& x, int box_rows) {
+  if constexpr (std::is_same_v<T, BFloat16>) {
+    return make_number_map(x.data.as<T>(), x.num_rows(), x.num_cols(), box_rows);
+  } else {
+    return make_code_map(x.data.data, x.num_rows(), x.num_cols(), box_rows);
+  }
+}
+
+const float* scale_of(const ScaledView& x) { return x.scaling == Scaling::kNone ? nullptr : x.scale.as<float>(); }
+
+bool are_multiples(int64_t unit, std::initializer_list<int64_t> extents) {
+  return std::all_of(extents.begin(), extents.end(), [&](int64_t x) { return x % unit == 0 && x <= INT32_MAX; });
+}
+
+// Calls f with the element type of the left operand where there are kernels for both: codes, or numbers in bf16.
+bool fits_formats(const ScaledView& a, const ScaledView& b) {
+  return b.data.dtype == DType::kE4M3 || (a.data.dtype == DType::kBF16 && b.data.dtype == DType::kBF16);
+}
+template <typename F>
+void with_operands(DType dtype, const F& f) {
+  switch (dtype) {
+    case DType::kE4M3: f(Float8E4M3{}); return;
+    case DType::kE5M2: f(Float8E5M2{}); return;
+    default: f(BFloat16{}); return;
+  }
+}
+
+template <typename Kernel, typename Product>
+void launch_persistent(CudaDevice& device, const char* op, Kernel* kernel, const Product& product,
+                       int shared_bytes) {
+  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes), op);
+  const int blocks = device.num_multiprocessors() / kClusterBlocks * kClusterBlocks;
+  launch(device, op, kernel, {blocks, kThreads, shared_bytes}, product);
+}
+
+#if PARKA_SM90_CODE
+
+constexpr int kSummedBytes = kBlockColumns * kBlockRowBytes;  // 64 columns of 64 rows that are summed over
+constexpr uint16_t kAllBlocks = (1 << kClusterBlocks) - 1;
+
+// Starts a copy of a box to this block, or to both.
+__device__ __forceinline__ void copy_box(bool to_both, uint32_t target, const CUtensorMap& map, int column, int row,
+                                         uint32_t barrier) {
+  if (to_both) {
+    copy_box_to_blocks_async(target, map, column, row, barrier, kAllBlocks);
+  } else {
+    copy_codes_async(target, map, column, row, barrier);
+  }
+}
+
+__device__ __forceinline__ float product_of_scales(const float* a, const float* b, int n) {
+  return a == nullptr ? 1.0f : __fmul_rn(__ldg(a), __ldg(b + n));
+}
+
+__device__ __forceinline__ void store_16(void* target, uint32_t x0, uint32_t x1, uint32_t x2, uint32_t x3) {
+  *static_cast<uint4*>(target) = make_uint4(x0, x1, x2, x3);
+}
+
+#endif  // PARKA_SM90_CODE
+
+// ---- Rows times matrices: tiles of 128 rows and 256 columns, bf16 ----
+
+// Shared memory is that of sm90_float8_tiles.cuh, and the number of each expert's first tile.
+constexpr int kFirstAt = kSharedBytes, kRowsSharedBytes = kFirstAt + (kMostExperts + 1) * 4;
+static_assert(kRowsSharedBytes <= 227 * 1024 && kTileRows == kExpertRows);
+
+struct RowsProduct {
+  CUtensorMap a_map, b_map;
+  const float *scale_a, *scale_b;  // null: plain numbers
+  Experts experts;
+  BFloat16* out;
+  int rows, cols, steps;
+  int b_rows;  // of one expert
+  int across;  // tiles side by side
+};
+
+template <typename T, bool kSummedB>
+RowsProduct make_product(const GroupedGemm& a) {
+  const auto [rows, cols, depth, experts] = shape_of(a);
+  return {make_rows_map<T>(a.a, kTileRows),
+          std::is_same_v<T, BFloat16> ? make_rows_map<BFloat16>(a.b, kSummedB ? kBlockColumns : kHalfCols)
+                                      : make_rows_map<Float8E4M3>(a.b, kHalfCols),
+          scale_of(a.a),
+          scale_of(a.b),
+          Experts(a.offsets, a.counts),
+          a.out.as<BFloat16>(),
+          static_cast<int>(rows),
+          static_cast<int>(cols),
+          static_cast<int>(ceil_div(depth, kTerms<T>)),
+          static_cast<int>(kSummedB ? depth : cols),
+          static_cast<int>(ceil_div(cols, kTileCols))};
+}
+
+#if PARKA_SM90_CODE
+
+// The clusters' tiles of an expert: pairs of tiles below each other, which share b; and where a last row of tiles
+// has none below it, pairs side by side.
+__device__ __forceinline__ int num_tiles(int count, int across) {
+  const int down = (count + kTileRows - 1) / kTileRows;
+  return down / 2 * across + down % 2 * ((across + 1) / 2);
+}
+
+// By one warp: first[e] = the clusters' tiles of experts before e.
+__device__ __forceinline__ void find_first_tiles(const RowsProduct& p, int* first) {
+  constexpr int kEach = kMostExperts / kWarpSize;
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize, own = lane * kEach;
+  int tiles[kEach], sum = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    tiles[i] = own + i < p.experts.count ? num_tiles(__ldg(p.experts.counts + own + i), p.across) : 0;
+    sum += tiles[i];
+  }
+  int through = sum;
+#pragma unroll
+  for (int offset = 1; offset < kWarpSize; offset *= 2) {
+    const int before = __shfl_up_sync(kFullWarp, through, offset);
+    if (lane >= offset) through += before;
+  }
+  int begin = through - sum;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) {
+    if (own + i <= p.experts.count) first[own + i] = begin;
+    begin += tiles[i];
+  }
+  if (lane == kWarpSize - 1 && p.experts.count == kMostExperts) first[kMostExperts] = begin;
+}
+
+struct RowsTile {
+  int expert, row, end, col;  // the tile's first row and column, and the end of its expert's rows
+  bool shares_b;
+};
+
+// Calls f(tile, n) for the n-th tile of this block.
+template <typename F>
+__device__ __forceinline__ void for_each_rows_tile(const RowsProduct& p, const int* first, const F& f) {
+  const int rank = static_cast<int>(__clusterRelativeBlockRank()), total = first[p.experts.count];
+  unsigned n = 0;
+  int expert = 0;
+  for (int number = static_cast<int>(__clusterIdx().x); number < total;
+       number += static_cast<int>(__clusterGridDimInClusters().x)) {
+    while (number >= first[expert + 1]) ++expert;
+    const int begin = __ldg(p.experts.offsets + expert), count = __ldg(p.experts.counts + expert);
+    const int pairs = (count + kTileRows - 1) / kTileRows / 2, within = number - first[expert];
+    const int alone = within - pairs * p.across;  // not negative: in the last row of tiles, the alone-th pair
+    RowsTile tile{expert, begin, begin + count, 0, alone < 0};
+    if (alone < 0) {
+      tile.row += (within % pairs * 2 + rank) * kTileRows;
+      tile.col = within / pairs * kTileCols;
+    } else {
+      tile.row += 2 * pairs * kTileRows;
+      tile.col = (2 * alone + rank) * kTileCols;
+    }
+    f(tile, n++);
+  }
+}
+
+// By one thread.
+template <typename T, bool kSummedB>
+__device__ __forceinline__ void copy_rows_tiles(const RowsProduct& p, const int* first, uint32_t shared,
+                                                const Ring& ring) {
+  const int rank = static_cast<int>(__clusterRelativeBlockRank());
+  unsigned slot = 0;
+  for_each_rows_tile(p, first, [&](const RowsTile& tile, unsigned) {
+    const int b_row = tile.expert * p.b_rows;
+    for (int step = 0; step < p.steps; ++step, ++slot) {
+      const uint32_t a = shared + Ring::place(slot) * kStageBytes, full = ring.full + Ring::place(slot) * 8;
+      ring.wait_empty(slot);
+      mbarrier_expect_tx(full, kStageBytes);
+      copy_codes_async(a, p.a_map, step * kTerms<T>, tile.row, full);
+      for (int half = 0; half < 2; ++half) {
+        if (tile.shares_b && half != rank) continue;  // the other block copies it
+        const uint32_t b = a + kBytesA + half * (kBytesB / 2);
+        const int col = tile.col + half * kHalfCols;
+        if constexpr (kSummedB) {
+          for (int block = 0; block < kHalfCols / kBlockColumns; ++block) {
+            copy_box(tile.shares_b, b + block * kSummedBytes, p.b_map, col + block * kBlockColumns,
+                     b_row + step * kBlockColumns, full);
+          }
+        } else {
+          copy_box(tile.shares_b, b, p.b_map, step * kTerms<T>, b_row + col, full);
+        }
+      }
+    }
+  });
+}
+
+// By all finishers. Rows of no expert become zeros.
+__device__ __forceinline__ void finish_rows_tiles(const RowsProduct& p, const int* first, uint32_t shared,
+                                                  const OutTile& out) {
+  constexpr int kWidth = 8;
+  const int warp = finisher_index() / kWarpSize, lane = finisher_index() % kWarpSize;
+  const int64_t used = int64_t{__ldg(p.experts.offsets + p.experts.count)} * p.cols, all = int64_t{p.rows} * p.cols;
+  for (int64_t at = used + (int64_t{blockIdx.x} * kFinishers + finisher_index()) * kWidth; at < all;
+       at += int64_t{gridDim.x} * kFinishers * kWidth) {
+    store_16(p.out + at, 0, 0, 0, 0);
+  }
+  for_each_rows_tile(p, first, [&](const RowsTile& tile, unsigned n) {
+    const int col = tile.col + lane * kWidth;
+    for (int half = 0; half < kHalves; ++half) {
+      out.wait_full(kHalves * n + half);
+#pragma unroll 4
+      for (int row = warp; row < kHalfRows; row += kFinisherWarps) {
+        const Stored<BFloat16, kWidth> x = read_half<kWidth>(shared, row, lane * kWidth);
+        const int to = tile.row + OutTile::tile_row(half, row);
+        if (col >= p.cols) continue;
+        BFloat16* const target = p.out + int64_t{to} * p.cols + col;
+        const bool exists = to < tile.end;
+        store_16(target, exists ? x.word[0] : 0, exists ? x.word[1] : 0, exists ? x.word[2] : 0,
+                 exists ? x.word[3] : 0);
+      }
+      OutTile::arrive(out.empty);
+    }
+  });
+}
+
+#endif  // PARKA_SM90_CODE
+
+template <typename T, bool kSummedB>
+__global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterBlocks, 1, 1)
+    grouped_rows_kernel(const __grid_constant__ RowsProduct product) {
+#if PARKA_SM90_CODE
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const uint32_t shared = shared_address(memory);
+  const Ring ring(shared);
+  const OutTile out(shared);
+  int* const first = reinterpret_cast<int*>(memory + kFirstAt);
+  run_roles(
+      ring, out,
+      [&] {
+        if (threadIdx.x / kWarpSize == 1) find_first_tiles(product, first);
+      },
+      [&] { copy_rows_tiles<T, kSummedB>(product, first, shared, ring); },
+      [&](int consumer) {
+        multiply_tiles<T, kSummedB>(consumer, product.steps, shared, ring, out, [&](const auto& f) {
+          for_each_rows_tile(product, first, [&](const RowsTile& tile, unsigned) {
+            f(product_of_scales(product.scale_a, product.scale_b, tile.expert));
+          });
+        });
+      },
+      [&] { finish_rows_tiles(product, first, shared, out); });
+#endif
+}
+
+// ---- Weight gradients: tiles of 128 rows and 128 columns, summed in fp32 ----
+//
+// Sums of codes over 128 rows are added up in fp32, for which consumers need registers. They leave tiles in fp32,
+// and finishers add what the output held.
+
+constexpr int kSideBytes = kTileRows * kBlockRowBytes, kSquareStageBytes = 2 * kSideBytes;
+constexpr int kSumsAt = kStages * kSquareStageBytes;
+constexpr int kSumsPitch =
+    (kTileRows + 8) * 4;  // bytes; what a warp stores at a time, 8 rows of 8, is in all banks
+static_assert(kSumsAt + kTileRows * kSumsPitch <= kBarriersAt && kTileRows == kHalfCols);
+
+template <typename Out>
+struct GradientProduct {
+  CUtensorMap d_y_map, x_map;
+  const float *scale_d_y, *scale_x;  // null: plain numbers
+  Experts experts;
+  Out* out;
+  int rows, cols;     // of an expert's gradient: N, K
+  int pairs, across;  // of an expert: pairs of tiles below each other, tiles side by side
+  bool accumulate;
+};
+
+template <typename T, typename Out>
+GradientProduct<Out> make_product(const GroupedWeightGradient& a) {
+  const auto [rows, cols, depth, experts] = shape_of(a);
+  constexpr bool kPlain = std::is_same_v<T, BFloat16>;
+  return {make_rows_map<T>(a.d_y, kPlain ? kBlockColumns : kTileRows),
+          make_rows_map<T>(a.x, kTileRows / kClusterBlocks),
+          scale_of(a.d_y),
+          scale_of(a.x),
+          Experts(a.offsets, a.counts),
+          a.out.as<Out>(),
+          static_cast<int>(cols),
+          static_cast<int>(depth),
+          static_cast<int>(ceil_div(cols, kClusterBlocks * kTileRows)),
+          static_cast<int>(ceil_div(depth, kTileRows)),
+          a.accumulate};
+}
+
+#if PARKA_SM90_CODE
+
+struct GradientTile {
+  int expert, row, col;  // in the expert's gradient
+  int begin, steps;      // of its rows that are summed over
+};
+
+// Calls f(tile) for each tile of this block.
+template <typename T, typename Out, typename F>
+__device__ __forceinline__ void for_each_gradient_tile(const GradientProduct<Out>& p, const F& f) {
+  const int rank = static_cast<int>(__clusterRelativeBlockRank()), each = p.pairs * p.across;
+  for (int number = static_cast<int>(__clusterIdx().x); number < p.experts.count * each;
+       number += static_cast<int>(__clusterGridDimInClusters().x)) {
+    const int expert = number / each, within = number % each;
+    const int begin = __ldg(p.experts.offsets + expert), count = __ldg(p.experts.counts + expert);
+    f(GradientTile{expert, (within % p.pairs * kClusterBlocks + rank) * kTileRows, within / p.pairs * kTileRows,
+                   begin, (count + kTerms<T> - 1) / kTerms<T>});
+  }
+}
+
+// By one thread.
+template <typename T, typename Out>
+__device__ __forceinline__ void copy_gradient_tiles(const GradientProduct<Out>& p, uint32_t shared,
+                                                    const Ring& ring) {
+  constexpr int kShare = kTileRows / kClusterBlocks;  // rows of x that this block copies, to both
+  const int rank = static_cast<int>(__clusterRelativeBlockRank());
+  unsigned slot = 0;
+  for_each_gradient_tile<T>(p, [&](const GradientTile& tile) {
+    for (int step = 0; step < tile.steps; ++step, ++slot) {
+      const uint32_t d_y = shared + Ring::place(slot) * kSquareStageBytes, full = ring.full + Ring::place(slot) * 8;
+      const uint32_t x = d_y + kSideBytes + rank * (kSideBytes / kClusterBlocks);
+      const int term = tile.begin + step * kTerms<T>, x_col = tile.col + rank * kShare;
+      ring.wait_empty(slot);
+      mbarrier_expect_tx(full, kSquareStageBytes);
+      if constexpr (std::is_same_v<T, BFloat16>) {
+        copy_codes_async(d_y, p.d_y_map, tile.row, term, full);
+        copy_codes_async(d_y + kSummedBytes, p.d_y_map, tile.row + kBlockColumns, term, full);
+        copy_box_to_blocks_async(x, p.x_map, x_col, term, full, kAllBlocks);
+      } else {
+        copy_codes_async(d_y, p.d_y_map, term, tile.row, full);
+        copy_box_to_blocks_async(x, p.x_map, term, x_col, full, kAllBlocks);
+      }
+    }
+  });
+}
+
+// The sums of codes of a tile, each over 128 rows in the tensor cores' accumulator.
+template <typename T>
+__device__ __forceinline__ void sum_tile(float (&sum)[1][16][4], int consumer, int steps, uint32_t shared,
+                                         const Ring& ring, unsigned& slot) {
+  constexpr bool kPlain = std::is_same_v<T, BFloat16>;
+  const int own = consumer * kConsumerRows * kBlockRowBytes;  // this consumer's rows, or block of columns
+  static_assert(kConsumerRows * kBlockRowBytes == kSummedBytes);
+  const auto start = [&](float(&c)[1][16][4], bool accumulate) {
+    const uint32_t d_y = shared + Ring::place(slot) * kSquareStageBytes;
+    ring.wait_full(slot);
+    wgmma_fence();
+    start_wide_product<T, kPlain, kPlain>(c, d_y + own, d_y + kSideBytes, accumulate);
+    wgmma_commit_group();
+  };
+  if constexpr (kPlain) {
+    for (int step = 0; step < steps; ++step, ++slot) {
+      start(sum, step > 0);
+      if (step > 0) {
+        wgmma_wait_group<1>();
+        ring.release(slot - 1);
+      }
+    }
+    wgmma_wait_group<0>();
+    fence_operand(sum);
+    ring.release(slot - 1);
+  } else {
+    float c[1][16][4];
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) sum[0][n][i] = 0.0f;
+    }
+    for (int step = 0; step < steps; ++step, ++slot) {
+      start(c, false);
+      wgmma_wait_group<0>();
+      fence_operand(c);
+      ring.release(slot);
+#pragma unroll
+      for (int n = 0; n < 16; ++n) {
+#pragma unroll
+        for (int i = 0; i < 4; ++i) sum[0][n][i] = __fadd_rn(sum[0][n][i], c[0][n][i]);
+      }
+    }
+  }
+}
+
+// By all threads of a consumer.
+template <typename T, typename Out>
+__device__ __forceinline__ void multiply_gradient_tiles(int consumer, const GradientProduct<Out>& p,
+                                                        uint32_t shared, const Ring& ring, const OutTile& out) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize % kWarpsOfGroup;
+  const int row = consumer * kConsumerRows + warp * 16 + lane / 4, col = lane % 4 * 2;
+  const uint32_t own = shared + kSumsAt + row * kSumsPitch + col * 4;
+  float sum[1][16][4] = {};
+  unsigned slot = 0, tiles = 0;  // steps read so far; tiles left so far
+  for_each_gradient_tile<T>(p, [&](const GradientTile& tile) {
+    if (tile.steps == 0) return;
+    sum_tile<T>(sum, consumer, tile.steps, shared, ring, slot);
+    out.wait_empty(tiles++);
+#pragma unroll
+    for (int n = 0; n < 16; ++n) {
+#pragma unroll
+      for (int below = 0; below < 2; ++below) {
+        asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(own + below * 8 * kSumsPitch + n * 32),
+                     "f"(sum[0][n][2 * below]), "f"(sum[0][n][2 * below + 1])
+                     : "memory");
+      }
+    }
+    OutTile::arrive(out.full);
+  });
+}
+
+__device__ __forceinline__ void read_sums(uint32_t at, float (&x)[8]) {
+#pragma unroll
+  for (int i = 0; i < 8; i += 4) {
+    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
+                 : "=f"(x[i]), "=f"(x[i + 1]), "=f"(x[i + 2]), "=f"(x[i + 3])
+                 : "r"(at + i * 4)
+                 : "memory");
+  }
+}
+
+// By all finishers: half a warp has a row, a thread 8 columns of it.
+template <typename T, typename Out>
+__device__ __forceinline__ void finish_gradient_tiles(const GradientProduct<Out>& p, uint32_t shared,
+                                                      const OutTile& out) {
+  constexpr int kWidth = 8, kRowThreads = kTileRows / kWidth, kRowsAtATime = kFinishers / kRowThreads, kUnroll = 4;
+  const int first = finisher_index() / kRowThreads, within = finisher_index() % kRowThreads * kWidth;
+  const float factor = product_of_scales(p.scale_d_y, p.scale_x, 0);
+  unsigned tiles = 0;
+  for_each_gradient_tile<T>(p, [&](const GradientTile& tile) {
+    const bool is_idle = tile.steps == 0;
+    if (is_idle && p.accumulate) return;
+    if (!is_idle) out.wait_full(tiles++);
+    const int rows = tile.col + within < p.cols ? min(kTileRows, p.rows - tile.row) : 0;
+    Out* const target = p.out + (int64_t{tile.expert} * p.rows + tile.row) * p.cols + tile.col + within;
+    for (int row = first; row < rows; row += kUnroll * kRowsAtATime) {
+      Stored<Out, kWidth> before[kUnroll];
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        const int at = row + i * kRowsAtATime;
+        before[i] = load_stored<kWidth>(target + int64_t{at} * p.cols, p.accumulate && at < rows);
+      }
+#pragma unroll
+      for (int i = 0; i < kUnroll; ++i) {
+        const int at = row + i * kRowsAtATime;
+        if (at >= rows) break;
+        float x[kWidth] = {};
+        if (!is_idle) read_sums(shared + kSumsAt + at * kSumsPitch + within * 4, x);
+#pragma unroll
+        for (int j = 0; j < kWidth; ++j) {
+          x[j] = is_idle ? 0.0f : __fmul_rn(x[j], factor);
+          if (p.accumulate) x[j] = __fadd_rn(x[j], before[i][j]);
+        }
+        store(target + int64_t{at} * p.cols, x);
+      }
+    }
+    if (!is_idle) OutTile::arrive(out.empty);
+  });
+}
+
+#endif  // PARKA_SM90_CODE
+
+template <typename T, typename Out>
+__global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterBlocks, 1, 1)
+    grouped_gradient_kernel(const __grid_constant__ GradientProduct<Out> product) {
+#if PARKA_SM90_CODE
+  extern __shared__ __align__(1024) unsigned char memory[];
+  const uint32_t shared = shared_address(memory);
+  const Ring ring(shared);
+  const OutTile out(shared);
+  run_roles(
+      ring, out, [] {}, [&] { copy_gradient_tiles<T>(product, shared, ring); },
+      [&](int consumer) { multiply_gradient_tiles<T>(consumer, product, shared, ring, out); },
+      [&] { finish_gradient_tiles<T>(product, shared, out); });
+#endif
+}
+
+}  // namespace
+
+bool fits_sm90(const CudaDevice& device, const GroupedGemm& a) {
+  const auto [rows, cols, depth, experts] = shape_of(a);
+  const bool fast = a.a.scaling == Scaling::kNone || a.fast_accumulation;
+  // Where the summed axis is across rows, a step must not reach into the next expert's.
+  const int64_t depth_unit = a.b_transposed ? kTerms<BFloat16> : 16;
+  return device.has_float8_tiles() && fits_formats(a.a, a.b) && fast && a.out.dtype == DType::kBF16 && depth > 0 &&
+         depth % depth_unit == 0 && are_multiples(16, {cols, depth, rows, experts * cols, experts * depth}) &&
+         are_aligned({a.a.data.data, a.b.data.data, a.out.data});
+}
+
+void run_sm90(CudaDevice& device, const GroupedGemm& a) {
+  const auto run = [&](auto type, auto summed_b) {
+    using T = decltype(type);
+    constexpr bool kSummedB = decltype(summed_b)::value;
+    launch_persistent(device, "grouped_gemm", grouped_rows_kernel<T, kSummedB>, make_product<T, kSummedB>(a),
+                      kRowsSharedBytes);
+  };
+  if (a.b_transposed) {
+    run(BFloat16{}, std::true_type());
+  } else {
+    with_operands(a.a.data.dtype, [&](auto type) { run(type, std::false_type()); });
+  }
+}
+
+bool fits_sm90(const CudaDevice& device, const GroupedWeightGradient& a) {
+  const auto [rows, cols, depth, experts] = shape_of(a);
+  return device.has_float8_tiles() && fits_formats(a.d_y, a.x) && rows > 0 &&
+         are_multiples(16, {cols, depth, rows, experts * cols, experts * depth}) &&
+         are_aligned({a.d_y.data.data, a.x.data.data, a.out.data});
+}
+
+void run_sm90(CudaDevice& device, const GroupedWeightGradient& a) {
+  with_operands(a.d_y.data.dtype, [&](auto type) {
+    with_plain_type(a.out.dtype, [&](auto out) {
+      using T = decltype(type);
+      using Out = decltype(out);
+      launch_persistent(device, "grouped_weight_gradient", grouped_gradient_kernel<T, Out>, make_product<T, Out>(a),
+                        kSharedBytes);
+    });
+  });
+}
+
+}  // namespace parka::cuda
