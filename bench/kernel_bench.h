@@ -243,6 +243,8 @@ void bench_vision(Bench& bench);
 void bench_muon(Bench& bench);
 // moe_kernels.cpp: the ops of mixtures of experts.
 void bench_moe(Device& device, Bench& bench);
+// moe_products.cpp: the products of experts.
+void bench_moe_products(Bench& bench);
 // amax_kernels.cpp: the maximum of a matrix, found in a pass of its own or on the way.
 void bench_amax(Device& device, double copy_bandwidth);
 

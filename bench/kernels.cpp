@@ -5,6 +5,7 @@
 //   bench_kernels head                  the products of the head and its loss, in bf16 and FP8, by rows of a chunk
 //   bench_kernels towers                attention over all keys, of the images of vision towers
 //   bench_kernels moe                   the ops that bring tokens to experts and back
+//   bench_kernels moe-products          the products of experts, and one product for each expert beside them
 //   bench_kernels muon                  the ops of Muon, and a product to compare them with
 //   bench_kernels amax                  what the maximum of a matrix costs, in a pass of its own and on the way
 // One line of JSON per op: median, least and most time of many runs over several sets of tensors, so that no cache
@@ -277,6 +278,7 @@ int run(int argc, char** argv) {
     if (argument == "amax") bench_amax(*device, copy);
     if (argument == "head") bench_head(bench);
     if (argument == "moe") bench_moe(*device, bench);
+    if (argument == "moe-products") bench_moe_products(bench);
     if (argument == "muon") bench_muon(bench);
     if (argument == "towers") bench_towers(bench);
     if (!argument.starts_with(kAttention)) continue;
