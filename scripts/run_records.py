@@ -63,6 +63,15 @@ OF_KIND = {
 }
 
 
+# What the record of a step has whatever the model is; all other numbers are scalars that the model's layers report.
+OF_EVERY_STEP = {"kind", "step", "time", "epoch", "targets", *OF_ALL, *OF_KIND["train"]}
+
+
+def model_scalars(record):
+    """{name: value} of a step's record; the value is None where it was not finite."""
+    return {key: value for key, value in record.items() if key not in OF_EVERY_STEP and is_number(value)}
+
+
 def read_object(line):
     """None where the line is no JSON object with a step."""
     try:

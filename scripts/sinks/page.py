@@ -2,7 +2,8 @@
 
 GET /                              page.html, which needs nothing else
 GET /data?epoch=E&from=N           the columns of training steps from the N-th on, and all that is short. After a resume that
-                                   removed steps the epoch is another one, and the columns come from the first again
+                                   removed steps, and with a new column, the epoch is another one, and the columns come from
+                                   the first again
 GET /telemetry?epoch=E&report=I    the I-th record of the kind "quantization"
 """
 import http.server
@@ -15,6 +16,7 @@ import time
 import urllib.parse
 
 from run_metrics import RunClock, fail
+from run_records import model_scalars
 
 ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 COLUMNS = ("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_second", "wall_tokens_per_second", "goodput", "applied")
@@ -88,9 +90,13 @@ class State:
     def add_record(self, record):
         kind, step, hours = record.get("kind"), record["step"], self.clock.hours(record)
         if kind == "train":
-            for key in COLUMNS:
-                self.columns[key].append(record.get(key))
-            self.columns["hours"].append(hours)
+            values = model_scalars(record) | {key: record.get(key) for key in COLUMNS} | {"hours": hours}
+            new = [key for key in values if key not in self.columns]
+            if new and self.columns["step"]:
+                self.epoch += 1
+            self.columns |= {key: [None] * len(self.columns["step"]) for key in new}
+            for key, column in self.columns.items():
+                column.append(values.get(key))
         elif kind == "start":
             self.starts.append({"step": step} | {key: record[key] for key in FACTS if key in record})
             self.is_new_start = True
@@ -122,7 +128,7 @@ class State:
             return {"epoch": self.epoch, "from": begin, "count": count, "name": self.name, "total_steps": self.total_steps,
                     "columns": {key: column[begin:end] for key, column in self.columns.items()}, "starts": self.starts,
                     "held_out": self.held_out, "sets": self.sets, "tasks": self.tasks, "memory": self.memory, "gpus": self.gpus,
-                    "reports": [step for step, _ in self.reports]}
+                    "scalars": list(self.columns)[len(COLUMNS) + 1:], "reports": [step for step, _ in self.reports]}
 
     def report(self, epoch, index):
         """The text of a telemetry record; None if there is none, or it was removed."""

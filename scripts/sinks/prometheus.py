@@ -3,6 +3,7 @@ import math
 import os
 
 from run_metrics import median
+from run_records import model_scalars
 
 from .scalars import WallTime, as_double
 
@@ -79,6 +80,7 @@ class Prometheus:
         for metric, key, text in OF_STEP:
             if key in self.step:
                 yield metric, text, {(): self.step[key]}
+        yield "scalar", "What a layer of the model reports of the last step.", {(("name", key),): value for key, value in model_scalars(self.step).items()}
         yield "held_out_loss", "Loss on data.eval in nats per token.", self.held_out
         yield "eval_set_loss", "Loss on an evaluation set in nats per token.", self.sets
         yield "task_score", "Score of a task.", self.tasks

@@ -320,7 +320,7 @@ def samples_of(text):
 
 
 class Prometheus(FollowTest):
-    records = [start_record(), train_record(1), train_record(2, loss=None, applied=False), {"kind": "eval", "step": 2, "loss": 3.0},
+    records = [start_record(), train_record(1), train_record(2, loss=None, applied=False, entropy=1.5), {"kind": "eval", "step": 2, "loss": 3.0},
                {"kind": "eval_set", "step": 2, "set": 'a"b\\c', "loss": 2.5}, {"kind": "eval_set", "step": 2, "set": "wiki", "loss": 2.0},
                {"kind": "task", "step": 2, "task": "copa", "metric": "acc", "score": 0.75}, quantization_record(2),
                warning_record(2, raised=False), warning_record(2)]
@@ -343,7 +343,8 @@ class Prometheus(FollowTest):
                     ("parka_start_time_seconds", (name,)): 1795431600, ("parka_last_record_time_seconds", (name,)): 1795431609,
                     ("parka_held_out_loss", (name,)): 3, ("parka_eval_set_loss", (name, ("set", r"a\"b\\c"))): 2.5,
                     ("parka_eval_set_loss", (name, ("set", "wiki"))): 2, ("parka_task_score", (name, ("task", "copa"), ("metric", "acc"))): 0.75,
-                    ("parka_quantization_error", (name, ("tensor", "qkv.weight"))): 0.03, ("parka_warning", (name, ("about", "attention"))): 1}
+                    ("parka_quantization_error", (name, ("tensor", "qkv.weight"))): 0.03, ("parka_warning", (name, ("about", "attention"))): 1,
+                    ("parka_scalar", (name, ("name", "entropy"))): 1.5}
         self.assertEqual({key: samples.get(key) for key in expected}, expected)
         self.assertTrue(math.isnan(samples["parka_loss", (name,)]))
         self.assertEqual([file.name for file in self.folder.iterdir() if file.name != "a"], ["a.prom"])

@@ -64,6 +64,19 @@ class Page(FollowTest):
             self.assertEqual([start["step"] for start in again["starts"]], [0, 3])
             self.assertEqual(again["held_out"], [])
 
+    def test_scalars_of_the_model_are_columns_whatever_their_names(self):
+        run = self.make_run("a", [train_record(1), train_record(2, targets=64, data_wait_seconds=0.5)])
+        with self.serving(run) as process:
+            port = self.port_of(process)
+            first = self.wait_for_step(port, 2)
+            self.assertEqual(first["scalars"], [])
+            run.add(train_record(3, balance_loss=0.25, entropy=None), train_record(4, culprit="qkv"))
+            self.wait_for_step(port, 4)
+            again = self.data(port, first["epoch"], 2)  # what began later comes whole
+            self.assertNotEqual(again["epoch"], first["epoch"])
+            self.assertEqual((again["from"], again["scalars"]), (0, ["balance_loss", "entropy"]))
+            self.assertEqual([again["columns"][name] for name in again["scalars"]], [[None, None, 0.25, None], [None] * 4])
+
     def test_long_runs_come_in_parts(self):
         run = self.make_run("a", [train_record(1)])
         run.write("".join(json.dumps(train_record(step)) + "\n" for step in range(2, 25001)))
@@ -138,7 +151,8 @@ class Page(FollowTest):
     @skip_without(CHROMIUM, "Chromium")
     def test_chromium_shows_it(self):
         self.assertIsNotNone(CHROMIUM, "Chromium is not on PATH")
-        records = [start_record(), *(train_record(step, loss=4.0 if step <= 280 else 3.0) for step in range(1, 301)), quantization_record(300)]
+        records = [start_record(), *(train_record(step, loss=4.0 if step <= 280 else 3.0, balance_loss=0.25) for step in range(1, 301)),
+                   quantization_record(300)]
         run = self.make_run("a", [*records, {"kind": "eval", "step": 300, "loss": 2.5}])
         (run.folder / "config.json").write_text('{"training": {"steps": 1200}}')
         with self.serving(run, "--parka", "/bin/false") as process:
@@ -157,6 +171,7 @@ class Page(FollowTest):
         shown('<b id="fact-held-out">2.5</b>')
         shown('<b id="fact-device">8 × NVIDIA H200</b>')
         shown(r'id="loss-read">.*>training 3</span>.*>held out 2\.5</span>')
+        shown('<h2>balance_loss</h2>.*>balance_loss 0.25</span>')
         shown('<div class="card wide" id="heat-card">')
         shown('<span id="report-step">300</span>')
         shown(r'<canvas id="loss"[^>]* height="280"')  # 150 where nothing was drawn
