@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <string>
 
 #include "core/accumulation.h"
 #include "core/tensor.h"
@@ -36,7 +37,13 @@ struct LossOptions {
   float grad_scale;  // usually 1 / number of targets in the optimizer step
   float z_loss = 0;
   TensorView grad_factor = {};  // [1] fp32, in: multiplies grad_scale, and may change where that is recorded
-  TensorView loss_sum = {};     // [1] fp32, in/out: the loss of all targets is added to it; empty: not wanted
+  TensorView sums = {};         // [Model::num_sums()] fp32, in/out: see there; empty: not wanted
+};
+
+// A number that a step reports: a key of its record in metrics.jsonl.
+struct StepScalar {
+  std::string name;
+  double value;
 };
 
 }  // namespace parka

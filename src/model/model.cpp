@@ -129,13 +129,17 @@ void Model::accumulate_gradients(Device& device, const Batch& batch, const LossO
     return;
   }
   RecordedWith arguments{
-      batch.shape, options.grad_scale, options.z_loss, options.grad_factor.data, options.loss_sum.data, {}};
+      batch.shape, options.grad_scale, options.z_loss, options.grad_factor.data, options.sums.data, {}};
   for (const TensorView& gradient : gradients) arguments.gradients.push_back(gradient.data);
   if (recorded_with_ != arguments) {
     recordings_.clear();
     recorded_with_ = std::move(arguments);
   }
   device.replay(recordings_[accumulation], work);
+}
+
+std::vector<StepScalar> Model::scalars(const std::vector<float>& sums, int64_t num_targets) const {
+  return {{"loss", num_targets == 0 ? 0.0 : double{sums.front()} / static_cast<double>(num_targets)}};
 }
 
 int64_t Model::host_bytes(const MemoryPlan& plan) const {
@@ -346,7 +350,7 @@ void Model::Pass::loss_and_backward(const StepContext& step, const LossOptions& 
   } else {
     head_.loss_and_backward(step, options, stream);
   }
-  if (!options.loss_sum.empty()) add_sum(step.device, {.x = head_.losses(step), .total = options.loss_sum});
+  if (!options.sums.empty()) add_sum(step.device, {.x = head_.losses(step), .total = options.sums.rows(0, 1)});
   step.after_backward(head_unit_);  // which may look at the loss
   if (first_trained_unit_ == head_unit_) return;
   step.device.section(StepSection::kBlockBackward);

@@ -103,6 +103,11 @@ class Model {
   // AttentionTotals::kCount], of the first kTelemetryRows tokens. Empty without declare_telemetry().
   TensorView attention_telemetry() const;
 
+  // How many numbers a micro-batch adds to LossOptions::sums, the loss of all targets first; and what a step of so
+  // many targets reports of their sums over its micro-batches and all ranks, the loss first.
+  int64_t num_sums() const { return 1; }
+  std::vector<StepScalar> scalars(const std::vector<float>& sums, int64_t num_targets) const;
+
   // Host memory that bind() takes for offloaded blocks.
   int64_t host_bytes(const MemoryPlan& plan) const;
   static constexpr int64_t kTelemetryRows = parka::kTelemetryRows;
@@ -160,7 +165,7 @@ class Model {
   struct RecordedWith {
     BatchShape shape;
     float grad_scale, z_loss;
-    const void *grad_factor, *loss_sum;
+    const void *grad_factor, *sums;
     std::vector<const void*> gradients;
     bool operator==(const RecordedWith&) const = default;
   };

@@ -38,9 +38,6 @@ void upload_each(Device& device, std::span<const float> values, const TensorView
   upload(device, std::span<const T>(converted), target, first);
 }
 
-constexpr int64_t kNumStepScalars = 3;     // beside the squares of every parameter: their sum, loss, coefficient
-constexpr int64_t kNumReleaseScalars = 3;  // squares of the step before, own loss, squares of a unit
-
 void check_config(const OptimizerConfig& config, DType compute, const std::vector<ParameterInfo>& parameters) {
   const auto is_muons = [&](const ParameterInfo& p) {
     return p.trainable && rule_of(config, p) == UpdateRule::kMuon;
@@ -61,12 +58,14 @@ void check_config(const OptimizerConfig& config, DType compute, const std::vecto
 }  // namespace
 
 Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters,
-                     MemoryPlan& plan, bool is_alone, int64_t part_elements, PhaseMask update_phases)
+                     MemoryPlan& plan, bool is_alone, int64_t part_elements, PhaseMask update_phases,
+                     int64_t num_sums)
     : config_(config),
       compute_(compute),
       is_alone_(is_alone),
       parameters_(std::move(parameters)),
       part_elements_(part_elements),
+      num_sums_(num_sums),
       matrices_(config_, parameters_, plan, update_phases),
       groups_(matrices_.groups()) {
   check_config(config_, compute_, parameters_);
@@ -92,9 +91,8 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
   if (releases_gradients()) std::ranges::stable_sort(groups_, std::greater(), &UpdateGroup::unit);
   if (shares_gradient_buffers()) declare_gradient_buffers(plan);
   declare_stream_buffers(plan);
-  const int64_t more = kNumStepScalars + (releases_gradients() ? kNumReleaseScalars : 0);
-  scalars_id_ =
-      plan.add("step scalars", "step_scalars", DType::kF32, {static_cast<int64_t>(parameters_.size()) + more});
+  const int64_t more = (releases_gradients() ? 2 : 1) * (2 + num_sums_);  // two numbers, and sums
+  scalars_id_ = plan.add("step scalars", "step_scalars", DType::kF32, {std::ssize(parameters_) + more});
 }
 
 void Optimizer::declare_gradients(MemoryPlan& plan) {
@@ -249,15 +247,16 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
   matrices_.bind(arena);
   stream_ = slot_ids_.empty() ? nullptr : make_stream(arena);
   scalars_ = arena[scalars_id_];
-  const auto count = static_cast<int64_t>(parameters_.size());
-  squares_ = scalars_.rows(0, count);
-  total_squares_ = scalars_.rows(count, 1);
-  loss_ = scalars_.rows(count + 1, 1);
-  clip_coefficient_ = scalars_.rows(count + 2, 1);
+  int64_t end = 0;
+  const auto next = [&](int64_t count) { return scalars_.rows(std::exchange(end, end + count), count); };
+  squares_ = next(std::ssize(parameters_));
+  total_squares_ = next(1);
+  clip_coefficient_ = next(1);
+  sums_ = next(num_sums_);
   if (!releases_gradients()) return;
-  last_squares_ = scalars_.rows(count + 3, 1);
-  own_loss_ = scalars_.rows(count + 4, 1);
-  unit_squares_ = scalars_.rows(count + 5, 1);
+  last_squares_ = next(1);
+  unit_squares_ = next(1);
+  own_sums_ = next(num_sums_);
 }
 
 std::unique_ptr<StateStream> Optimizer::make_stream(const Arena& arena) const {
@@ -316,7 +315,7 @@ void Optimizer::begin_step(Device& device) const {
   if (!shares_gradient_buffers()) {
     for (size_t i = 0; i < parameters_.size(); ++i) open_gradient(device, i);
   }
-  device.fill_zero(loss().data, loss().bytes());
+  device.fill_zero(sums().data, sums().bytes());
   if (!releases_gradients()) return;
   device.copy(last_squares_.data, total_squares_.data, total_squares_.bytes());
   device.fill_zero(total_squares_.data, total_squares_.bytes());
@@ -333,7 +332,7 @@ void Optimizer::open_gradient(Device& device, size_t i) const {
 void Optimizer::begin_update(Device& device) {
   PARKA_REQUIRE(states_.size() == parameters_.size());
   if (stream_) stream_->begin(stream_order());  // the first parts come while the norm is found
-  if (releases_gradients()) device.copy(loss_.data, own_loss_.data, loss_.bytes());
+  if (releases_gradients()) device.copy(sums_.data, own_sums_.data, sums_.bytes());
 }
 
 std::pair<size_t, size_t> Optimizer::range_of(int unit) const {
@@ -375,7 +374,7 @@ TensorView Optimizer::queue_squares(Device& device, int unit) {
 void Optimizer::queue_coefficient(Device& device, int64_t step, const StepLimits& limits, int unit) {
   const auto [begin, end] = range_of(unit);
   ClipCoefficient clip = {.sum_of_squares = total_squares_,
-                          .loss = loss_,
+                          .loss = sums_.rows(0, 1),
                           .max_norm = static_cast<float>(clip_limit(step)),
                           .coefficient = clip_coefficient_};
   if (unit != kAllUnits) {
@@ -392,7 +391,7 @@ void Optimizer::queue_coefficient(Device& device, int64_t step, const StepLimits
 
 PendingStep Optimizer::end_step(Device& device) {
   if (stream_) stream_->end();
-  return {device.copy_to_host_later(scalars_.data, scalars_.bytes()), parameters_};
+  return {device.copy_to_host_later(scalars_.data, scalars_.bytes()), parameters_, num_sums_};
 }
 
 void Optimizer::set_last_norm(Device& device, double norm) const {
@@ -437,10 +436,10 @@ void Optimizer::queue_update(Device& device, const Update& update, const UpdateG
 }
 
 StepResult PendingStep::wait() const {
-  const auto* scalars = static_cast<const float*>(scalars_->wait());
+  const auto* squares = static_cast<const float*>(scalars_->wait());
   const std::vector<ParameterInfo>& parameters = *parameters_;
-  const float *squares = scalars, *total = scalars + parameters.size(), *loss = total + 1, *coefficient = loss + 1;
-  StepResult result{*loss, std::sqrt(double{*total}), std::isfinite(*coefficient), {}};
+  const float *total = squares + parameters.size(), *coefficient = total + 1, *sums = coefficient + 1;
+  StepResult result{{sums, sums + num_sums_}, std::sqrt(double{*total}), std::isfinite(*coefficient), {}};
   if (!std::isfinite(*total)) {
     const float* bad = std::find_if(squares, total, [](float square) { return !std::isfinite(square); });
     if (bad == total) bad = std::max_element(squares, total);  // each alone fits fp32, their sum does not

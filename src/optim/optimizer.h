@@ -33,23 +33,23 @@ struct NamedTensor {
 
 // The result of one optimizer step.
 struct StepResult {
-  double loss;          // Optimizer::loss() at the step
-  double grad_norm;     // global L2 norm before clipping; NaN or Inf if a gradient is
+  std::vector<float> sums;  // Optimizer::step_sums()
+  double grad_norm;         // global L2 norm before clipping; NaN or Inf if a gradient is
   bool applied;         // false: nothing was changed, for loss or gradients were not finite, or beyond StepLimits
   std::string culprit;  // first parameter whose gradient is not finite; empty otherwise
 };
 
 // A step whose loss or gradients are beyond these changes nothing.
 struct StepLimits {
-  double loss = std::numeric_limits<double>::infinity();       // of Optimizer::loss()
+  double loss = std::numeric_limits<double>::infinity();       // the first of Optimizer::step_sums()
   double grad_norm = std::numeric_limits<double>::infinity();  // before clipping
 };
 
 // The result of a queued step, on its way to the host.
 class PendingStep {
  public:
-  PendingStep(std::unique_ptr<HostRead> scalars, const std::vector<ParameterInfo>& parameters)
-      : scalars_(std::move(scalars)), parameters_(&parameters) {}
+  PendingStep(std::unique_ptr<HostRead> scalars, const std::vector<ParameterInfo>& parameters, int64_t num_sums)
+      : scalars_(std::move(scalars)), parameters_(&parameters), num_sums_(num_sums) {}
   bool ready() const { return scalars_->ready(); }
   // Waits for the step and for nothing queued after it.
   StepResult wait() const;
@@ -57,6 +57,7 @@ class PendingStep {
  private:
   std::unique_ptr<HostRead> scalars_;  // as Optimizer lays them out
   const std::vector<ParameterInfo>* parameters_;
+  int64_t num_sums_;
 };
 
 // Updates the parameter tensors that are trained, each by its rule: owns masters and states, and the gradients'
@@ -69,15 +70,15 @@ class PendingStep {
 class Optimizer {
  public:
   // Declares gradients (category "gradients"), masters ("master weights") and moments ("optimizer states") in the
-  // plan, and the few bytes in which loss and gradient norm are taken ("step scalars"). `compute` is the dtype of
+  // plan, and the few bytes in which sums() and gradient norm are taken ("step scalars"). `compute` is the dtype of
   // the weights the model computes with. Throws Error(kBadInput) when config.master does not fit it: none needs
   // fp32 weights, all other forms bf16. `is_alone`: the run has one rank. With config.offload masters and moments
   // of matrices are in host memory, and there are buffers ("buffers for host memory") through which they pass,
   // `part_elements` of a parameter at a time. Weights that are in host memory, too (Placement::memory), pass
-  // with them. What updates need beside these is alive in `update_phases`.
+  // with them. What updates need beside these is alive in `update_phases`. `num_sums`: Model::num_sums().
   Optimizer(const OptimizerConfig& config, DType compute, std::vector<ParameterInfo> parameters, MemoryPlan& plan,
             bool is_alone = false, int64_t part_elements = StateStream::kPartElements,
-            PhaseMask update_phases = kAllPhases);
+            PhaseMask update_phases = kAllPhases, int64_t num_sums = 1);
   Optimizer(const Optimizer&) = delete;
   Optimizer& operator=(const Optimizer&) = delete;
 
@@ -117,10 +118,10 @@ class Optimizer {
 
   // ---- The step ----
 
-  // [1] fp32, to which the model adds the loss of the step; an update needs it to be finite.
-  const TensorView& loss() const { return releases_gradients() ? own_loss_ : loss_; }
-  // Before the first micro-batch of a step, which overwrites the gradients: clears the loss, and opens the
-  // gradients that this rank keeps whole.
+  // [num_sums] fp32, to which micro-batches add: first the loss, which an update needs to be finite.
+  const TensorView& sums() const { return releases_gradients() ? own_sums_ : sums_; }
+  // Before the first micro-batch of a step, which overwrites the gradients: clears sums(), and opens the gradients
+  // that this rank keeps whole.
   void begin_step(Device& device) const;
 
   // The parts of an update, in this order. In a run of several ranks the caller sums over them what it is given
@@ -131,10 +132,10 @@ class Optimizer {
   // coefficient, and a unit and those after it in the step are left as they are if the loss, the unit's gradient or
   // that of a unit before it is not finite; those updated before it stay updated.
   //
-  // 1. States in host memory begin to come in. step_loss() is then this rank's.
+  // 1. States in host memory begin to come in. step_sums() are then this rank's.
   void begin_update(Device& device);
-  // [1] fp32: the loss of the step, which is to be the sum over all ranks before queue_coefficient().
-  const TensorView& step_loss() const { return loss_; }
+  // [num_sums] fp32: sums() of the step, which are to be the sums over all ranks before queue_coefficient().
+  const TensorView& step_sums() const { return sums_; }
   // 2. Queues the sums of squares of the gradients, of all units or of one. Returns those that are to be replaced
   // by their sums over the ranks that share the states; an empty view where none do.
   static constexpr int kAllUnits = -1;
@@ -210,7 +211,7 @@ class Optimizer {
   bool is_alone_;
   bool shares_states_ = false, shards_gradients_ = false;  // any of them
   std::vector<ParameterInfo> parameters_;
-  int64_t part_elements_;
+  int64_t part_elements_, num_sums_;
   std::vector<std::vector<StateKind>> kinds_;
   std::vector<StateIds> ids_;
   TensorId scalars_id_;
@@ -224,12 +225,12 @@ class Optimizer {
   MatrixUpdates matrices_;
   std::vector<UpdateGroup> groups_;
   std::unique_ptr<StateStream> stream_;  // null where nothing is in host memory
-  // fp32: the sum of squares of each gradient (0 of frozen parameters), then that of all, the loss and the clipping
-  // coefficient. If gradients are released, there follow the squares of the step before, this rank's loss, and
-  // those of a unit.
+  // fp32: the sum of squares of each gradient (0 of frozen parameters), then that of all, the clipping coefficient
+  // and step_sums(). If gradients are released, there follow the squares of the step before, those of a unit, and
+  // this rank's sums().
   TensorView scalars_;
-  TensorView squares_, total_squares_, loss_, clip_coefficient_;  // parts of scalars_
-  TensorView last_squares_, own_loss_, unit_squares_;
+  TensorView squares_, total_squares_, clip_coefficient_, sums_;  // parts of scalars_
+  TensorView last_squares_, unit_squares_, own_sums_;
 };
 
 // Learning rate at `step` (1 is the first update) of a run of `training_steps`, with OLMo's definitions. With

@@ -53,6 +53,7 @@ TEST_CASE("progress lines count the steps since the previous line, and the time 
   Progress progress(100, 1000, {.flop_per_token = 1e9, .peak_flops = 2e12}, 2, [&] { return now; });
   StepReport report;
   report.loss = 2.5;
+  report.scalars = {{"loss", 2.5}, {"grad_norm", 0}, {"balance_loss", 0.012344}, {"imbalance", 12}};
   for (int64_t step = 1; step <= 10; ++step) {
     report.step = step;
     report.seconds = 0.5;
@@ -62,7 +63,7 @@ TEST_CASE("progress lines count the steps since the previous line, and the time 
   const std::string line = progress.take_line();
   CHECK(line.find("step  10/100") != std::string::npos);
   CHECK(line.find("tokens 10k") != std::string::npos);
-  CHECK(line.find("loss 2.5000") != std::string::npos);
+  CHECK(line.find("loss 2.5000  norm 0.000  balance_loss 0.01234  imbalance 12  lr") != std::string::npos);
   CHECK(line.find("2k tok/s  2 TFLOP/s  MFU 50.0%") != std::string::npos);
   CHECK(line.find("goodput 62.5%  ETA 1m12s") != std::string::npos);
 }

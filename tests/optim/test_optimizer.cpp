@@ -37,10 +37,10 @@ std::vector<ParameterInfo> divided_table(int64_t stage, int64_t rank, int64_t nu
 
 class TestRun {
  public:
-  TestRun(const OptimizerConfig& config, std::vector<ParameterInfo> table = small_table())
+  TestRun(const OptimizerConfig& config, std::vector<ParameterInfo> table = small_table(), int64_t num_sums = 1)
       : device(*devices().front()),
         compute(config.master == MasterForm::kNone ? DType::kF32 : DType::kBF16),
-        optimizer(config, compute, table, plan) {
+        optimizer(config, compute, table, plan, false, StateStream::kPartElements, kAllPhases, num_sums) {
     std::vector<TensorId> ids;
     for (const ParameterInfo& p : table) {
       ids.push_back(plan.add("weights", p.name, compute, {p.own_elements().size()}));
@@ -443,9 +443,9 @@ TEST_CASE("a step begins without a loss, and with padding that adds nothing to t
       const auto& [whole, own] = run.optimizer.gradient_pieces(i);
       for (const TensorView& t : {whole, own}) std::fill_n(t.as<float>(), t.numel(), kNaN);
     }
-    *run.optimizer.loss().as<float>() = kNaN;
+    *run.optimizer.sums().as<float>() = kNaN;
     run.optimizer.begin_step(run.device);
-    CHECK(*run.optimizer.loss().as<float>() == 0.0f);
+    CHECK(*run.optimizer.sums().as<float>() == 0.0f);
     double squares = 0;
     for (size_t i = 0; i < run.optimizer.parameters().size(); ++i) {
       if (stage == 2) run.optimizer.open_gradient(run.device, i);  // as each micro-batch does
@@ -460,6 +460,34 @@ TEST_CASE("a step begins without a loss, and with padding that adds nothing to t
     const StepResult result = queue_step(run.optimizer, run.device, {.step = 1, .lr = 0.0, .seed = 0}).wait();
     CHECK(result.applied);
     CHECK(std::abs(result.grad_norm - std::sqrt(squares)) <= 1e-5 * std::sqrt(squares));
+  }
+}
+
+TEST_CASE("what the model sums begins at zero and comes back with the step, of which only the loss must be finite",
+          "[optim][optimizer]") {
+  for (const bool is_released : {false, true}) {
+    OptimizerConfig config = config_of(StateFormat::kFp32, MasterForm::kFp32);
+    config.release_gradients = is_released;
+    TestRun run(config, small_table(), 3);
+    run.initialize(1);
+    if (is_released) run.optimizer.set_last_norm(run.device, 1);
+    auto* const sums = run.optimizer.sums().as<float>();
+    const auto step = [&](std::vector<float> values) {
+      std::fill_n(sums, 3, NAN);
+      run.optimizer.begin_step(run.device);
+      CHECK((sums[0] == 0 && sums[1] == 0 && sums[2] == 0));
+      std::ranges::copy(values, sums);
+      for (size_t i = 0; i < run.weights.size(); ++i) run.set_gradient(i, run.gradient_of(i, 1, 1e-3f));
+      if (!is_released) return queue_step(run.optimizer, run.device, {.step = 1, .lr = 1e-3, .seed = 9}).wait();
+      run.optimizer.begin_update(run.device);
+      queue_unit(run.optimizer, run.device, {.step = 1, .lr = 1e-3, .seed = 9}, 0);
+      return run.optimizer.end_step(run.device).wait();
+    };
+    const StepResult first = step({2, 3, 5}), second = step({7, 11, INFINITY}), bad = step({NAN, 1, 1});
+    CAPTURE(is_released);
+    CHECK((first.sums == std::vector<float>{2, 3, 5} && second.sums == std::vector<float>{7, 11, INFINITY}));
+    CHECK((first.applied && second.applied && !bad.applied));
+    CHECK((first.grad_norm > 0 && first.grad_norm == second.grad_norm));
   }
 }
 

@@ -66,7 +66,7 @@ Model::LossOptions BoundRun::loss_options(int64_t num_targets) const {
   return {.grad_scale = vary ? 1.0f : static_cast<float>(1.0 / static_cast<double>(num_targets)),
           .z_loss = static_cast<float>(config_.training.z_loss),
           .grad_factor = vary ? arena_[declared_.target_share] : TensorView(),
-          .loss_sum = declared_.optimizer.loss()};
+          .sums = declared_.optimizer.sums()};
 }
 
 BoundRun::MicroBatch BoundRun::begin_micro_batch(const ParameterExchange::Place& place, bool with_telemetry) {
@@ -103,7 +103,7 @@ PendingStep BoundRun::update(int64_t update, double lr, const std::function<void
   const TensorView squares = optimizer.queue_squares(device_);
   if (exchange_) {
     exchange_->sum_of_pieces(device_, squares);
-    exchange_->sum(device_, optimizer.step_loss(), Peers::kAll);
+    exchange_->sum(device_, optimizer.step_sums(), Peers::kAll);
   }
   optimizer.queue_coefficient(device_, update, limits);
   for (const UpdateGroup& group : optimizer.groups()) {
@@ -171,7 +171,7 @@ void ReleasedUpdates::update(Device& device, int unit) {
   if (are_several_) exchange_->wait_for_gradients(device, unit);
   if (unit == table_.head_unit()) {
     optimizer_.begin_update(device);
-    if (exchange_ != nullptr) exchange_->sum(device, optimizer_.step_loss(), Peers::kAll);
+    if (exchange_ != nullptr) exchange_->sum(device, optimizer_.step_sums(), Peers::kAll);
   }
   if (const std::vector<int> trained = table_.trained(unit); !trained.empty()) {
     const TensorView squares = optimizer_.queue_squares(device, unit);

@@ -78,7 +78,7 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
                 /*is_alone=*/config.training.global_batch_size == config.training.micro_batch_size &&
                     config.distributed.context_parallel == 1,
                 StateStream::kPartElements,
-                config.optimizer.release_gradients ? kStep | kUpdate : PhaseMask{kUpdate}),
+                config.optimizer.release_gradients ? kStep | kUpdate : PhaseMask{kUpdate}, model.num_sums()),
       checks(config.reliability, model.parameters().all.size(), plan) {
   if (config.telemetry.interval > 0) telemetry.emplace(config, model, optimizer, plan);
   if (workspace_bytes > 0) workspace = plan.add(kWorkspaceCategory, "op_workspace", DType::kU8, {workspace_bytes});

@@ -51,13 +51,17 @@ std::string Progress::take_line() {
   const double flops = tokens_per_second * speed_.flop_per_token;
   const std::string mfu =
       speed_.peak_flops > 0 ? fmt::format("  MFU {:.1f}%", 100 * speed_.utilization(flops, num_cards_)) : "";
+  std::string others;
+  for (const auto& [name, value] : last_.scalars) {
+    if (name != "loss" && name != "grad_norm") others += fmt::format("  {} {:.4g}", name, value);
+  }
   const std::string total = std::to_string(total_steps_);
   return fmt::format(
-      "step {:>{}}/{}  tokens {}  loss {:.4f}  norm {:.3f}  lr {:.2e}  {} tok/s  {:.3g} TFLOP/s{}  goodput {:.1f}% "
+      "step {:>{}}/{}  tokens {}  loss {:.4f}  norm {:.3f}{}  lr {:.2e}  {} tok/s  {:.3g} TFLOP/s{}  goodput {:.1f}% "
       " ETA {}",
       last_.step, total.size(), total, format_count(static_cast<double>(last_.step * tokens_per_step_)), last_.loss,
-      last_.grad_norm, last_.learning_rate, format_count(tokens_per_second), 1e-12 * flops, mfu, 100 * goodput_,
-      format_duration(left));
+      last_.grad_norm, others, last_.learning_rate, format_count(tokens_per_second), 1e-12 * flops, mfu,
+      100 * goodput_, format_duration(left));
 }
 
 }  // namespace parka

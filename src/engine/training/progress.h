@@ -29,7 +29,7 @@ class Progress {
 
   void add(const StepReport& report, double goodput);
   // "step  120/1000  tokens 1.97M  loss 2.1234  norm 0.87  lr 2.90e-03  31.2k tok/s  602 TFLOP/s MFU 60.9%  goodput
-  // 99.2%  ETA 4m12s" for the last step added, MFU only for cards whose peak is known. Starts a new interval.
+  // 99.2%  ETA 4m12s" for the last step added: scalars follow the norm, MFU needs a known peak. Starts an interval.
   std::string take_line();
 
  private:

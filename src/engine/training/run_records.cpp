@@ -155,22 +155,19 @@ double RunRecords::write_step(const StepReport& report, const TrainingRun& run, 
   const WallTime wall = count_step(report.seconds, tokens, report.finished);
   if (!log_) return wall.goodput;
   const double tokens_per_second = static_cast<double>(tokens) / report.seconds;
-  ordered_json line = {{"kind", "train"},
-                       {"step", report.step},
-                       {"tokens", report.step * tokens},
-                       {"epoch", report.data.epoch},
-                       {"loss", report.loss},
-                       {"grad_norm", report.grad_norm},
-                       {"lr", report.learning_rate},
-                       {"applied", report.applied},
-                       {"tokens_per_second", tokens_per_second},
-                       {"wall_tokens_per_second", wall.tokens_per_second},
-                       {"goodput", wall.goodput},
-                       {"model_tflops", 1e-12 * tokens_per_second * speed.flop_per_token},
-                       {"targets", report.num_targets},
-                       {"seconds", report.seconds},
-                       {"data_wait_seconds", report.data_wait_seconds},
-                       {"save_wait_seconds", save_wait_seconds}};
+  ordered_json line = {
+      {"kind", "train"}, {"step", report.step}, {"tokens", report.step * tokens}, {"epoch", report.data.epoch}};
+  for (const StepScalar& scalar : report.scalars) line[scalar.name] = scalar.value;
+  line.update({{"lr", report.learning_rate},
+               {"applied", report.applied},
+               {"tokens_per_second", tokens_per_second},
+               {"wall_tokens_per_second", wall.tokens_per_second},
+               {"goodput", wall.goodput},
+               {"model_tflops", 1e-12 * tokens_per_second * speed.flop_per_token},
+               {"targets", report.num_targets},
+               {"seconds", report.seconds},
+               {"data_wait_seconds", report.data_wait_seconds},
+               {"save_wait_seconds", save_wait_seconds}});
   if (!run.config().data.weights.empty()) line["source_epochs"] = run.source_epochs(report.data);
   if (!report.culprit.empty()) line["culprit"] = report.culprit;
   write(line, report.finished);

@@ -55,7 +55,7 @@ void TrainingRun::queue_hashed(Table table, const Model::Batch& batch, const Mod
   } else {
     for (size_t i = 0; i < num_parameters; ++i) hash_gradient(i);
   }
-  checks.hash_one(device_, table, num_parameters, options.loss_sum);
+  checks.hash_one(device_, table, num_parameters, options.sums);
 }
 
 void TrainingRun::queue_replayed(const Model::Batch& batch, const Model::LossOptions& options,
@@ -64,7 +64,7 @@ void TrainingRun::queue_replayed(const Model::Batch& batch, const Model::LossOpt
   const IntegrityChecks& checks = declared_.checks;
   bound_.hold_update();
   queue_hashed(Table::kFirstGradients, batch, options, place, /*with_telemetry=*/false);
-  device_.fill_zero(options.loss_sum.data, options.loss_sum.bytes());
+  device_.fill_zero(options.sums.data, options.sums.bytes());
   queue_hashed(Table::kSecondGradients, batch, options, place, with_telemetry);
   std::vector<std::string> names;
   for (const ParameterInfo& p : declared_.model.parameters().all) names.push_back(p.name + ".gradient");

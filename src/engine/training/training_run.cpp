@@ -426,8 +426,10 @@ std::optional<StepReport> TrainingRun::finish() {
                                          std::chrono::duration<double>(report.seconds));
   step_began_at_ = report.finished;
   unfinished_.reset();
-  report.loss = report.num_targets == 0 ? 0.0 : result.loss / static_cast<double>(report.num_targets);
+  report.scalars = declared_.model.scalars(result.sums, report.num_targets);
+  report.loss = report.scalars.front().value;
   report.grad_norm = result.grad_norm;
+  report.scalars.push_back({"grad_norm", report.grad_norm});
   report.applied = result.applied;
   report.culprit = std::move(result.culprit);
   last_norm_ = result.grad_norm;

@@ -37,9 +37,10 @@ int64_t staging_bytes(const Config& config, const DeclaredRun& run, int64_t num_
 
 // The outcome of one optimizer step.
 struct StepReport {
-  int64_t step = 0;      // counts from 1
-  double loss = 0;       // mean over the global batch, nats per token, before the update
-  double grad_norm = 0;  // before clipping
+  int64_t step = 0;                 // counts from 1
+  double loss = 0;                  // mean over the global batch, nats per token, before the update
+  double grad_norm = 0;             // before clipping
+  std::vector<StepScalar> scalars;  // these two and all others that the step reports
   double learning_rate = 0;
   double clip_limit = 0;
   // false: not finite, or a spike. Weights and states are unchanged, or see Optimizer::end_step() if released.
