@@ -319,15 +319,14 @@ TaskResult TrainingRun::evaluate(const EvalTask& task, const BeforeEvaluationBat
       config_.evaluation.task_documents, communicator_, evaluation_batch(before_each));
 }
 
-void TrainingRun::describe_update(StepReport& report, int64_t update) const {
+void TrainingRun::describe_update(StepReport& report) const {
   report.learning_rate = learning_rate(config_.optimizer, config_.training.steps, report.step);
-  report.clip_limit = declared_.optimizer.clip_limit(update);
   report.limits = spikes_.limits();
 }
 
 PendingStep TrainingRun::queue_update(StepReport& report) {
   const int64_t update = applied_steps_ + 1;
-  describe_update(report, update);
+  describe_update(report);
   if (hashed_step_ == completed_steps_) hash_state(IntegrityChecks::Table::kUnchanged);
   // A save may still copy what the update changes.
   const auto wait_for_copies = [this](size_t parameter) { staging_->order_after(last_staged_[parameter]); };
@@ -338,7 +337,7 @@ PendingStep TrainingRun::queue_update(StepReport& report) {
 // The step before, if it is unfinished, counts as applied: if it was not, the run ends.
 void TrainingRun::release_update(StepReport& report) {
   const int64_t update = applied_steps_ + (unfinished_ ? 1 : 0) + 1;
-  describe_update(report, update);
+  describe_update(report);
   const bool is_watched = hashed_step_ == completed_steps_;
   if (is_watched) {
     declared_.checks.clear(device_, IntegrityChecks::Table::kUnchanged);

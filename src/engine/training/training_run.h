@@ -42,7 +42,6 @@ struct StepReport {
   double grad_norm = 0;             // before clipping
   std::vector<StepScalar> scalars;  // these two and all others that the step reports
   double learning_rate = 0;
-  double clip_limit = 0;
   // false: not finite, or a spike. Weights and states are unchanged, or see Optimizer::end_step() if released.
   bool applied = false;
   SpikeGuard::Step limits;  // beyond which this step was a spike
@@ -155,8 +154,8 @@ class TrainingRun {
   Model::Batch on_host(const MicroBatch& batch, int64_t done) const;
   void end_step(StepReport report, bool with_telemetry, std::vector<PendingComparison> comparisons);
   bool finishes_early() const;
-  // Fills in what is known of update number `update` before it is made.
-  void describe_update(StepReport& report, int64_t update) const;
+  // Fills in what is known of an update before it is made.
+  void describe_update(StepReport& report) const;
   PendingStep queue_update(StepReport& report);
   // With optimizer.release_gradients, before the step's gradients are queued.
   void release_update(StepReport& report);
