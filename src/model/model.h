@@ -110,7 +110,6 @@ class Model {
 
   // Host memory that bind() takes for offloaded blocks.
   int64_t host_bytes(const MemoryPlan& plan) const;
-  static constexpr int64_t kTelemetryRows = parka::kTelemetryRows;
 
   // Forward only, in the evaluation precision; losses() has the per-token losses afterwards.
   void evaluate(Device& device, const Batch& batch);

@@ -178,7 +178,7 @@ TelemetryReport PendingTelemetry::wait() {
 
 Telemetry::Telemetry(const Config& config, Model& model, const Optimizer& optimizer, MemoryPlan& plan)
     : interval_(config.telemetry.interval),
-      tokens_(std::min(config.micro_batch_shape().num_tokens(), Model::kTelemetryRows)) {
+      tokens_(std::min(config.micro_batch_shape().num_tokens(), kTelemetryRows)) {
   model.declare_telemetry(plan);
   if (config.optimizer.states != StateFormat::kFp8Expanded) return;
   for (size_t i = 0; i < optimizer.parameters().size(); ++i) {
