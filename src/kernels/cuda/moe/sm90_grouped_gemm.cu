@@ -262,16 +262,19 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterBlocks, 
 #endif
 }
 
-// ---- Weight gradients: tiles of 128 rows and 128 columns, summed in fp32 ----
+// ---- Weight gradients: tiles of 256 rows and 128 columns, summed in fp32 ----
 //
-// Sums of codes over 128 rows are added up in fp32, for which consumers need registers. They leave tiles in fp32,
-// and finishers add what the output held.
+// Sums of codes over 128 rows are added up in fp32. A consumer has 128 rows of a tile, the registers for their
+// sums, and those of half of them for what tensor cores sum. Two blocks have tiles side by side, and share d_y.
+// Consumers leave their sums in fp32, one after the other, and finishers add what the output held.
 
-constexpr int kSideBytes = kTileRows * kBlockRowBytes, kSquareStageBytes = 2 * kSideBytes;
-constexpr int kSumsAt = kStages * kSquareStageBytes;
-constexpr int kSumsPitch =
-    (kTileRows + 8) * 4;  // bytes; what a warp stores at a time, 8 rows of 8, is in all banks
-static_assert(kSumsAt + kTileRows * kSumsPitch <= kBarriersAt && kTileRows == kHalfCols);
+constexpr int kSquare = 128, kParts = 2, kPartRows = kSquare / kParts;
+constexpr int kBytesX = kSquare * kBlockRowBytes, kBytesDY = kConsumers * kBytesX;
+constexpr int kGradientStages = 3, kGradientStageBytes = kBytesDY + kBytesX;
+constexpr int kSumsAt = kGradientStages * kGradientStageBytes;
+// Bytes of a row of sums; 8 rows of 8 numbers, which a warp stores at a time, are in all banks.
+constexpr int kSumsPitch = (kSquare + 8) * 4;
+static_assert(kSumsAt + kSquare * kSumsPitch <= kBarriersAt && 2 * kGradientStages + 4 <= 2 * kStages + 2);
 
 template <typename Out>
 struct GradientProduct {
@@ -279,29 +282,53 @@ struct GradientProduct {
   const float *scale_d_y, *scale_x;  // null: plain numbers
   Experts experts;
   Out* out;
-  int rows, cols;     // of an expert's gradient: N, K
-  int pairs, across;  // of an expert: pairs of tiles below each other, tiles side by side
+  int rows, cols;    // of an expert's gradient: N, K
+  int down, across;  // tiles below each other of an expert, and pairs side by side
   bool accumulate;
 };
 
 template <typename T, typename Out>
 GradientProduct<Out> make_product(const GroupedWeightGradient& a) {
   const auto [rows, cols, depth, experts] = shape_of(a);
-  constexpr bool kPlain = std::is_same_v<T, BFloat16>;
-  return {make_rows_map<T>(a.d_y, kPlain ? kBlockColumns : kTileRows),
-          make_rows_map<T>(a.x, kTileRows / kClusterBlocks),
+  constexpr int kBoxRows = std::is_same_v<T, BFloat16> ? kBlockColumns : kSquare;
+  return {make_rows_map<T>(a.d_y, kBoxRows),
+          make_rows_map<T>(a.x, kBoxRows),
           scale_of(a.d_y),
           scale_of(a.x),
           Experts(a.offsets, a.counts),
           a.out.as<Out>(),
           static_cast<int>(cols),
           static_cast<int>(depth),
-          static_cast<int>(ceil_div(cols, kClusterBlocks * kTileRows)),
-          static_cast<int>(ceil_div(depth, kTileRows)),
+          static_cast<int>(ceil_div(cols, kConsumers * kSquare)),
+          static_cast<int>(ceil_div(depth, kClusterBlocks * kSquare)),
           a.accumulate};
 }
 
 #if PARKA_SM90_CODE
+
+using GradientRing = RingOf<kGradientStages>;
+constexpr int kPartBytes = kPartRows * kBlockRowBytes;  // of 64 rows, or of 64 columns that are summed over rows
+// Registers per thread: 88 + 2 * 208 is three times 168.
+constexpr int kGradientFinisherRegisters = 88, kGradientConsumerRegisters = 208;
+
+// The barriers of the memory for sums, which consumer 0 fills for a tile, then consumer 1. Each waits until what
+// the other left before was read.
+struct SumsTile {
+  uint32_t full, empty;  // of consumer 0; eight bytes on of consumer 1
+
+  __device__ explicit SumsTile(uint32_t shared)
+      : full(shared + kBarriersAt + 2 * kGradientStages * 8), empty(full + kConsumers * 8) {}
+  __device__ void init() const {
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      mbarrier_init(full + consumer * 8, kWarpsOfGroup);
+      mbarrier_init(empty + consumer * 8, kFinisherWarps);
+    }
+  }
+  __device__ void wait_full(int consumer, unsigned tile) const { mbarrier_wait(full + consumer * 8, tile % 2); }
+  __device__ void wait_turn(int consumer, unsigned tile) const {
+    mbarrier_wait(empty + (1 - consumer) * 8, consumer == 0 ? tile % 2 ^ 1 : tile % 2);
+  }
+};
 
 struct GradientTile {
   int expert, row, col;  // in the expert's gradient
@@ -311,83 +338,99 @@ struct GradientTile {
 // Calls f(tile) for each tile of this block.
 template <typename T, typename Out, typename F>
 __device__ __forceinline__ void for_each_gradient_tile(const GradientProduct<Out>& p, const F& f) {
-  const int rank = static_cast<int>(__clusterRelativeBlockRank()), each = p.pairs * p.across;
+  const int rank = static_cast<int>(__clusterRelativeBlockRank()), each = p.down * p.across;
   for (int number = static_cast<int>(__clusterIdx().x); number < p.experts.count * each;
        number += static_cast<int>(__clusterGridDimInClusters().x)) {
     const int expert = number / each, within = number % each;
     const int begin = __ldg(p.experts.offsets + expert), count = __ldg(p.experts.counts + expert);
-    f(GradientTile{expert, (within % p.pairs * kClusterBlocks + rank) * kTileRows, within / p.pairs * kTileRows,
-                   begin, (count + kTerms<T> - 1) / kTerms<T>});
+    f(GradientTile{expert, within % p.down * kConsumers * kSquare,
+                   (within / p.down * kClusterBlocks + rank) * kSquare, begin,
+                   (count + kTerms<T> - 1) / kTerms<T>});
   }
 }
 
 // By one thread.
 template <typename T, typename Out>
 __device__ __forceinline__ void copy_gradient_tiles(const GradientProduct<Out>& p, uint32_t shared,
-                                                    const Ring& ring) {
-  constexpr int kShare = kTileRows / kClusterBlocks;  // rows of x that this block copies, to both
+                                                    const GradientRing& ring) {
   const int rank = static_cast<int>(__clusterRelativeBlockRank());
   unsigned slot = 0;
   for_each_gradient_tile<T>(p, [&](const GradientTile& tile) {
     for (int step = 0; step < tile.steps; ++step, ++slot) {
-      const uint32_t d_y = shared + Ring::place(slot) * kSquareStageBytes, full = ring.full + Ring::place(slot) * 8;
-      const uint32_t x = d_y + kSideBytes + rank * (kSideBytes / kClusterBlocks);
-      const int term = tile.begin + step * kTerms<T>, x_col = tile.col + rank * kShare;
+      const uint32_t place = GradientRing::place(slot), full = ring.full + place * 8;
+      const uint32_t d_y =
+          shared + place * kGradientStageBytes + rank * kBytesX;  // what this block copies, to both
+      const uint32_t x = shared + place * kGradientStageBytes + kBytesDY;
+      const int term = tile.begin + step * kTerms<T>, d_y_row = tile.row + rank * kSquare;
       ring.wait_empty(slot);
-      mbarrier_expect_tx(full, kSquareStageBytes);
+      mbarrier_expect_tx(full, kGradientStageBytes);
       if constexpr (std::is_same_v<T, BFloat16>) {
-        copy_codes_async(d_y, p.d_y_map, tile.row, term, full);
-        copy_codes_async(d_y + kSummedBytes, p.d_y_map, tile.row + kBlockColumns, term, full);
-        copy_box_to_blocks_async(x, p.x_map, x_col, term, full, kAllBlocks);
+        for (int part = 0; part < kParts; ++part) {
+          const int at = part * kPartBytes, col = part * kBlockColumns;
+          copy_box_to_blocks_async(d_y + at, p.d_y_map, d_y_row + col, term, full, kAllBlocks);
+          copy_codes_async(x + at, p.x_map, tile.col + col, term, full);
+        }
       } else {
-        copy_codes_async(d_y, p.d_y_map, term, tile.row, full);
-        copy_box_to_blocks_async(x, p.x_map, term, x_col, full, kAllBlocks);
+        copy_box_to_blocks_async(d_y, p.d_y_map, term, d_y_row, full, kAllBlocks);
+        copy_codes_async(x, p.x_map, term, tile.col, full);
       }
     }
   });
 }
 
-// The sums of codes of a tile, each over 128 rows in the tensor cores' accumulator.
+// Of each of a consumer's parts 64 rows and 128 columns, in the layout of wgmma's accumulators.
+using Sums = float[kParts][1][16][4];
+
+template <typename F>
+__device__ __forceinline__ void for_each_sum(const F& f) {
+#pragma unroll
+  for (int n = 0; n < 16; ++n) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) f(n, i);
+  }
+}
+
+// sums = those of a tile; slot: steps read so far.
 template <typename T>
-__device__ __forceinline__ void sum_tile(float (&sum)[1][16][4], int consumer, int steps, uint32_t shared,
-                                         const Ring& ring, unsigned& slot) {
+__device__ __forceinline__ void sum_tile(Sums& sums, int consumer, int steps, uint32_t shared,
+                                         const GradientRing& ring, unsigned& slot) {
   constexpr bool kPlain = std::is_same_v<T, BFloat16>;
-  const int own = consumer * kConsumerRows * kBlockRowBytes;  // this consumer's rows, or block of columns
-  static_assert(kConsumerRows * kBlockRowBytes == kSummedBytes);
-  const auto start = [&](float(&c)[1][16][4], bool accumulate) {
-    const uint32_t d_y = shared + Ring::place(slot) * kSquareStageBytes;
-    ring.wait_full(slot);
-    wgmma_fence();
-    start_wide_product<T, kPlain, kPlain>(c, d_y + own, d_y + kSideBytes, accumulate);
-    wgmma_commit_group();
+  const auto start = [&](float(&c)[1][16][4], int part, bool accumulate) {
+    const uint32_t d_y = shared + GradientRing::place(slot) * kGradientStageBytes;
+    start_wide_product<T, kPlain, kPlain>(c, d_y + (consumer * kParts + part) * kPartBytes, d_y + kBytesDY,
+                                          accumulate);
   };
   if constexpr (kPlain) {
     for (int step = 0; step < steps; ++step, ++slot) {
-      start(sum, step > 0);
+      ring.wait_full(slot);
+      wgmma_fence();
+#pragma unroll
+      for (int part = 0; part < kParts; ++part) start(sums[part], part, step > 0);
+      wgmma_commit_group();
       if (step > 0) {
         wgmma_wait_group<1>();
         ring.release(slot - 1);
       }
     }
     wgmma_wait_group<0>();
-    fence_operand(sum);
+#pragma unroll
+    for (int part = 0; part < kParts; ++part) fence_operand(sums[part]);
     ring.release(slot - 1);
   } else {
     float c[1][16][4];
 #pragma unroll
-    for (int n = 0; n < 16; ++n) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum[0][n][i] = 0.0f;
-    }
+    for (int part = 0; part < kParts; ++part) for_each_sum([&](int n, int i) { sums[part][0][n][i] = 0.0f; });
     for (int step = 0; step < steps; ++step, ++slot) {
-      start(c, false);
-      wgmma_wait_group<0>();
-      fence_operand(c);
-      ring.release(slot);
+      ring.wait_full(slot);
 #pragma unroll
-      for (int n = 0; n < 16; ++n) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) sum[0][n][i] = __fadd_rn(sum[0][n][i], c[0][n][i]);
+      for (int part = 0; part < kParts; ++part) {
+        wgmma_fence();
+        start(c, part, false);
+        wgmma_commit_group();
+        wgmma_wait_group<0>();
+        fence_operand(c);
+        if (part == kParts - 1) ring.release(slot);
+        for_each_sum([&](int n, int i) { sums[part][0][n][i] = __fadd_rn(sums[part][0][n][i], c[0][n][i]); });
       }
     }
   }
@@ -396,27 +439,32 @@ __device__ __forceinline__ void sum_tile(float (&sum)[1][16][4], int consumer, i
 // By all threads of a consumer.
 template <typename T, typename Out>
 __device__ __forceinline__ void multiply_gradient_tiles(int consumer, const GradientProduct<Out>& p,
-                                                        uint32_t shared, const Ring& ring, const OutTile& out) {
+                                                        uint32_t shared, const GradientRing& ring,
+                                                        const SumsTile& out) {
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize % kWarpsOfGroup;
-  const int row = consumer * kConsumerRows + warp * 16 + lane / 4, col = lane % 4 * 2;
-  const uint32_t own = shared + kSumsAt + row * kSumsPitch + col * 4;
-  float sum[1][16][4] = {};
+  const uint32_t own = shared + kSumsAt + (warp * 16 + lane / 4) * kSumsPitch + lane % 4 * 8;
+  Sums sums = {};
   unsigned slot = 0, tiles = 0;  // steps read so far; tiles left so far
   for_each_gradient_tile<T>(p, [&](const GradientTile& tile) {
     if (tile.steps == 0) return;
-    sum_tile<T>(sum, consumer, tile.steps, shared, ring, slot);
-    out.wait_empty(tiles++);
+    sum_tile<T>(sums, consumer, tile.steps, shared, ring, slot);
+    out.wait_turn(consumer, tiles++);
 #pragma unroll
-    for (int n = 0; n < 16; ++n) {
+    for (int part = 0; part < kParts; ++part) {
 #pragma unroll
-      for (int below = 0; below < 2; ++below) {
-        asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(own + below * 8 * kSumsPitch + n * 32),
-                     "f"(sum[0][n][2 * below]), "f"(sum[0][n][2 * below + 1])
-                     : "memory");
+      for (int n = 0; n < 16; ++n) {
+#pragma unroll
+        for (int below = 0; below < 2; ++below) {
+          const float(&pair)[4] = sums[part][0][n];
+          asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(
+                           own + (part * kPartRows + below * 8) * kSumsPitch + n * 32),
+                       "f"(pair[2 * below]), "f"(pair[2 * below + 1])
+                       : "memory");
+        }
       }
     }
-    OutTile::arrive(out.full);
+    OutTile::arrive(out.full + consumer * 8);
   });
 }
 
@@ -433,39 +481,44 @@ __device__ __forceinline__ void read_sums(uint32_t at, float (&x)[8]) {
 // By all finishers: half a warp has a row, a thread 8 columns of it.
 template <typename T, typename Out>
 __device__ __forceinline__ void finish_gradient_tiles(const GradientProduct<Out>& p, uint32_t shared,
-                                                      const OutTile& out) {
-  constexpr int kWidth = 8, kRowThreads = kTileRows / kWidth, kRowsAtATime = kFinishers / kRowThreads, kUnroll = 4;
+                                                      const SumsTile& out) {
+  constexpr int kWidth = 8, kRowThreads = kSquare / kWidth, kRowsAtATime = kFinishers / kRowThreads;
+  constexpr int kUnroll = sizeof(Out) == 2 ? 8 : 4;  // rows of a thread that are under way at once
   const int first = finisher_index() / kRowThreads, within = finisher_index() % kRowThreads * kWidth;
   const float factor = product_of_scales(p.scale_d_y, p.scale_x, 0);
   unsigned tiles = 0;
   for_each_gradient_tile<T>(p, [&](const GradientTile& tile) {
     const bool is_idle = tile.steps == 0;
     if (is_idle && p.accumulate) return;
-    if (!is_idle) out.wait_full(tiles++);
-    const int rows = tile.col + within < p.cols ? min(kTileRows, p.rows - tile.row) : 0;
-    Out* const target = p.out + (int64_t{tile.expert} * p.rows + tile.row) * p.cols + tile.col + within;
-    for (int row = first; row < rows; row += kUnroll * kRowsAtATime) {
-      Stored<Out, kWidth> before[kUnroll];
+    for (int consumer = 0; consumer < kConsumers; ++consumer) {
+      const int top = tile.row + consumer * kSquare;
+      const int rows = tile.col + within < p.cols ? min(kSquare, p.rows - top) : 0;
+      Out* const target = p.out + (int64_t{tile.expert} * p.rows + top) * p.cols + tile.col + within;
+      if (!is_idle) out.wait_full(consumer, tiles);
+      for (int row = first; row < rows; row += kUnroll * kRowsAtATime) {
+        Stored<Out, kWidth> before[kUnroll];
 #pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        const int at = row + i * kRowsAtATime;
-        before[i] = load_stored<kWidth>(target + int64_t{at} * p.cols, p.accumulate && at < rows);
-      }
-#pragma unroll
-      for (int i = 0; i < kUnroll; ++i) {
-        const int at = row + i * kRowsAtATime;
-        if (at >= rows) break;
-        float x[kWidth] = {};
-        if (!is_idle) read_sums(shared + kSumsAt + at * kSumsPitch + within * 4, x);
-#pragma unroll
-        for (int j = 0; j < kWidth; ++j) {
-          x[j] = is_idle ? 0.0f : __fmul_rn(x[j], factor);
-          if (p.accumulate) x[j] = __fadd_rn(x[j], before[i][j]);
+        for (int i = 0; i < kUnroll; ++i) {
+          const int at = row + i * kRowsAtATime;
+          before[i] = load_stored<kWidth>(target + int64_t{at} * p.cols, p.accumulate && at < rows);
         }
-        store(target + int64_t{at} * p.cols, x);
+#pragma unroll
+        for (int i = 0; i < kUnroll; ++i) {
+          const int at = row + i * kRowsAtATime;
+          if (at >= rows) break;
+          float x[kWidth] = {};
+          if (!is_idle) read_sums(shared + kSumsAt + at * kSumsPitch + within * 4, x);
+#pragma unroll
+          for (int j = 0; j < kWidth; ++j) {
+            x[j] = is_idle ? 0.0f : __fmul_rn(x[j], factor);
+            if (p.accumulate) x[j] = __fadd_rn(x[j], before[i][j]);
+          }
+          store(target + int64_t{at} * p.cols, x);
+        }
       }
+      if (!is_idle) OutTile::arrive(out.empty + consumer * 8);
     }
-    if (!is_idle) OutTile::arrive(out.empty);
+    if (!is_idle) ++tiles;
   });
 }
 
@@ -477,9 +530,9 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterBlocks, 
 #if PARKA_SM90_CODE
   extern __shared__ __align__(1024) unsigned char memory[];
   const uint32_t shared = shared_address(memory);
-  const Ring ring(shared);
-  const OutTile out(shared);
-  run_roles(
+  const GradientRing ring(shared);
+  const SumsTile out(shared);
+  run_roles<kGradientFinisherRegisters, kGradientConsumerRegisters>(
       ring, out, [] {}, [&] { copy_gradient_tiles<T>(product, shared, ring); },
       [&](int consumer) { multiply_gradient_tiles<T>(consumer, product, shared, ring, out); },
       [&] { finish_gradient_tiles<T>(product, shared, out); });
