@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterBlocks, 
 // sums, and those of half of them for what tensor cores sum. Two blocks have tiles side by side, and share d_y.
 // Consumers leave their sums in fp32, one after the other, and finishers add what the output held.
 
-constexpr int kSquare = 128, kParts = 2, kPartRows = kSquare / kParts;
+constexpr int kSquare = 128;
 constexpr int kBytesX = kSquare * kBlockRowBytes, kBytesDY = kConsumers * kBytesX;
 constexpr int kGradientStages = 3, kGradientStageBytes = kBytesDY + kBytesX;
 constexpr int kSumsAt = kGradientStages * kGradientStageBytes;
@@ -307,6 +307,7 @@ GradientProduct<Out> make_product(const GroupedWeightGradient& a) {
 #if PARKA_SM90_CODE
 
 using GradientRing = RingOf<kGradientStages>;
+constexpr int kParts = 2, kPartRows = kSquare / kParts;
 constexpr int kPartBytes = kPartRows * kBlockRowBytes;  // of 64 rows, or of 64 columns that are summed over rows
 // Registers per thread: 88 + 2 * 208 is three times 168.
 constexpr int kGradientFinisherRegisters = 88, kGradientConsumerRegisters = 208;
