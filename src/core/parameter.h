@@ -14,6 +14,9 @@ enum class ParameterRole : uint8_t {
   kTiedEmbedding,  // the same, and the head's weight as well
   kNorm,           // [1, d], the weight of a norm
   kLinear,         // [N, K], the weight of a linear layer in a block
+  kExperts,        // [E N, K], the same of each of E experts (ParameterInfo::num_stacked), one below the other
+  kRouter,         // [E, d], the weight that gives tokens their experts: never FP8
+  kRouterBias,     // [1, E], what decides their choice beside it: fp32, moved by no gradient
   kBias,           // [N, 1], its bias: a number for each row of the weight
   kHead,           // [V, d], the weight of the output head
   kTowerLinear,    // [N, K], the same in a block of a vision tower: FP8 with precision.tower alone
@@ -52,13 +55,19 @@ struct ParameterInfo {
   BaseFormat base = BaseFormat::kCompute;
   // The rows of each matrix where several are stored one below the other: of q, k and v. Empty: it is one.
   std::vector<int64_t> fused_rows = {};
+  // Experts whose matrices are stored one below the other; each has FP8 scales of its own.
+  int64_t num_stacked = 1;
+  int64_t num_active = 1;  // those of them that a token goes through
 
   int64_t numel() const { return rows * cols; }
+  int64_t active_numel() const { return numel() / num_stacked * num_active; }
   // The elements that this rank updates: all, or its piece.
   ElementRange own_elements() const { return placement.states.own(numel()); }
   bool is_coded() const { return base != BaseFormat::kCompute; }
-  // True for the weight of a linear layer in a block, of the decoder or of a tower.
-  bool is_of_block() const { return role == ParameterRole::kLinear || role == ParameterRole::kTowerLinear; }
+  // True for the weight of a linear layer in a block, of the decoder or of a tower, or of all experts of one.
+  bool is_of_block() const {
+    return role == ParameterRole::kLinear || role == ParameterRole::kExperts || role == ParameterRole::kTowerLinear;
+  }
 };
 
 inline bool is_adapter(const ParameterInfo& p) {

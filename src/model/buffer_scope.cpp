@@ -85,21 +85,20 @@ TensorId BufferScope::residual(const std::string& name, int64_t width, bool is_f
 }
 
 GemmInputIds BufferScope::gemm_input(const std::string& name, int64_t width, bool save, PhaseMask forward,
-                                     PhaseMask backward, bool is_read_again) {
+                                     PhaseMask backward, bool is_read_again, int64_t rows) {
+  if (rows == 0) rows = tokens();
   save = save && is_read_again;
   const Format& format = formats_.activation;
   if (!formats_.fp8_gemm) {
-    return {
-        save ? kept(name, format, tokens(), width) : workspace(name, format, tokens(), width, forward | backward),
-        {}};
+    return {save ? kept(name, format, rows, width) : workspace(name, format, rows, width, forward | backward), {}};
   }
   sample(width);
   const TensorId scale = kept_scale(name);
   GemmInputIds ids;
-  ids.row = workspace(name, format, tokens(), width, forward, scale);
+  ids.row = workspace(name, format, rows, width, forward, scale);
   if (!has_backward() || !is_read_again) return ids;
-  ids.transposed = save ? kept(name + "_t", format, width, tokens(), scale)
-                        : workspace(name + "_t", format, width, tokens(), backward, scale);
+  ids.transposed = save ? kept(name + "_t", format, width, rows, scale)
+                        : workspace(name + "_t", format, width, rows, backward, scale);
   return ids;
 }
 

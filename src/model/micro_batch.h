@@ -33,11 +33,21 @@ struct SequenceImages {
   const int32_t* positions = nullptr;
 };
 
+// What the routers of a mixture of experts add to the loss of a micro-batch, in gradients that are sums over the
+// micro-batches of a step: the weights already have the micro-batch's share of it.
+struct RouterLosses {
+  double balance = 0;      // weight of the balance loss
+  bool is_pooled = false;  // transformers' form, of counts and scores of all blocks; false: one for each block
+  double z = 0;            // weight of the mean over tokens of logsumexp(logits)^2, of each block
+  bool operator==(const RouterLosses&) const = default;
+};
+
 struct LossOptions {
   float grad_scale;  // usually 1 / number of targets in the optimizer step
   float z_loss = 0;
   TensorView grad_factor = {};  // [1] fp32, in: multiplies grad_scale, and may change where that is recorded
   TensorView sums = {};         // [Model::num_sums()] fp32, in/out: see there; empty: not wanted
+  RouterLosses router = {};
 };
 
 // A number that a step reports: a key of its record in metrics.jsonl.

@@ -115,6 +115,7 @@ void Model::accumulate_gradients(Device& device, const Batch& batch, const LossO
   StepContext step = training_->load(device, batch, /*keep=*/true);
   step.gradients = &gradients;
   step.accumulation = accumulation;
+  step.router_losses = options.router;
   losses_ = training_->head().losses(step);
   if (queueing == Queueing::kWithTelemetry) {
     PARKA_REQUIRE(with_telemetry_);
@@ -129,7 +130,8 @@ void Model::accumulate_gradients(Device& device, const Batch& batch, const LossO
     return;
   }
   RecordedWith arguments{
-      batch.shape, options.grad_scale, options.z_loss, options.grad_factor.data, options.sums.data, {}};
+      batch.shape, options.grad_scale, options.z_loss, options.grad_factor.data, options.sums.data,
+      {},          options.router};
   for (const TensorView& gradient : gradients) arguments.gradients.push_back(gradient.data);
   if (recorded_with_ != arguments) {
     recordings_.clear();
@@ -138,8 +140,16 @@ void Model::accumulate_gradients(Device& device, const Batch& batch, const LossO
   device.replay(recordings_[accumulation], work);
 }
 
+int64_t Model::num_sums() const {
+  const RouterLoads routers(config_);
+  return 1 + routers.num_blocks * routers.columns();
+}
+
 std::vector<StepScalar> Model::scalars(const std::vector<float>& sums, int64_t num_targets) const {
-  return {{"loss", num_targets == 0 ? 0.0 : double{sums.front()} / static_cast<double>(num_targets)}};
+  std::vector<StepScalar> scalars = {
+      {"loss", num_targets == 0 ? 0.0 : double{sums.front()} / static_cast<double>(num_targets)}};
+  if (config_.moe.exists()) RouterLoads(config_).report(std::span(sums).subspan(1), config_.moe, scalars);
+  return scalars;
 }
 
 int64_t Model::host_bytes(const MemoryPlan& plan) const {
@@ -350,7 +360,13 @@ void Model::Pass::loss_and_backward(const StepContext& step, const LossOptions& 
   } else {
     head_.loss_and_backward(step, options, stream);
   }
-  if (!options.sums.empty()) add_sum(step.device, {.x = head_.losses(step), .total = options.sums.rows(0, 1)});
+  if (!options.sums.empty()) {
+    add_sum(step.device, {.x = head_.losses(step), .total = options.sums.rows(0, 1)});
+    if (const RouterLoads& routers = stack_.router_loads(); routers.exists()) {
+      const int64_t count = routers.num_blocks * routers.columns();
+      add(step.device, {.x = routers.all(step).reshaped({count}), .total = options.sums.rows(1, count)});
+    }
+  }
   step.after_backward(head_unit_);  // which may look at the loss
   if (first_trained_unit_ == head_unit_) return;
   step.device.section(StepSection::kBlockBackward);
@@ -376,11 +392,21 @@ void Model::Pass::start_sampling(StepContext& step) const {
   if (!step.samples.active() || precision_.gemm == GemmPrecision::kCompute) return;
   using enum QuantizedTensor;
   for (int64_t l = 0; l < stack_.num_blocks(); ++l) {
-    for (const QuantizedTensor which : {kQkvWeight, kAttentionOutWeight, kUpGateWeight, kDownWeight}) {
-      const std::string_view name = name_of(which);  // that of the parameter, with ".weight"
-      const int weight = table_.index_of(block_prefix(kDecoder, l) + std::string(name.substr(0, name.rfind('.'))));
-      step.samples.add_whole(step.device, l, which, weights_->operand(step.device, weight),
-                             weights_->quantized(step.device, weight));
+    const auto sample = [&](QuantizedTensor which, std::string_view name) {
+      const int weight = table_.index_of(block_prefix(kDecoder, l) + std::string(name));
+      if (weight < 0) return;
+      const int64_t n = table_.all[static_cast<size_t>(weight)].num_stacked;
+      const TensorView x = weights_->operand(step.device, weight);
+      const ScaledView& q = weights_->quantized(step.device, weight);
+      for (int64_t e = 0; e < n; ++e) {
+        step.samples.add_whole(step.device, l, which, matrix_of(x, e, n), matrix_of(q, e, n));
+      }
+    };
+    sample(kQkvWeight, "qkv");
+    sample(kAttentionOutWeight, "attention_out");
+    for (const char* prefix : {"", "experts."}) {  // a block has one of the two
+      sample(kUpGateWeight, std::string(prefix) + "up_gate");
+      sample(kDownWeight, std::string(prefix) + "down");
     }
   }
 }

@@ -105,7 +105,7 @@ class Model {
 
   // How many numbers a micro-batch adds to LossOptions::sums, the loss of all targets first; and what a step of so
   // many targets reports of their sums over its micro-batches and all ranks, the loss first.
-  int64_t num_sums() const { return 1; }
+  int64_t num_sums() const;
   std::vector<StepScalar> scalars(const std::vector<float>& sums, int64_t num_targets) const;
 
   // Host memory that bind() takes for offloaded blocks.
@@ -166,6 +166,7 @@ class Model {
     float grad_scale, z_loss;
     const void *grad_factor, *sums;
     std::vector<const void*> gradients;
+    RouterLosses router;
     bool operator==(const RecordedWith&) const = default;
   };
   std::map<Accumulation, std::unique_ptr<Recording>> recordings_;

@@ -8,6 +8,7 @@
 #include "kernels/ops/norm/norm.h"
 #include "kernels/ops/norm/qk_norm.h"
 #include "kernels/ops/swiglu/swiglu.h"
+#include "model/moe_config.h"
 #include "model/vision/vision_config.h"
 
 namespace parka {
@@ -77,6 +78,7 @@ struct ModelConfig {
   bool tie_embeddings = true;
   InitKind init = InitKind::kMitchell;
   double init_std = 0.02;
+  MoeConfig moe = {};
   VisionConfig vision = {};
   // No key says these: they are of the stacks of vision towers (vision/vision_config.h).
   BlockKind block_kind = BlockKind::kDecoder;
@@ -101,6 +103,15 @@ struct ModelConfig {
   // The pre-norm of a branch, and whether there is a post-norm.
   NormKind pre_norm() const { return norm_placement == NormPlacement::kAfter ? NormKind::kNone : norm; }
   bool has_post_norm() const { return norm_placement != NormPlacement::kBefore; }
+  // True if block l has experts.
+  bool has_experts(int64_t l) const { return moe.exists() && l >= moe.dense_layers; }
+  // The same model with a single feed-forward of this width in each block.
+  ModelConfig with_one_ffn(int64_t width) const {
+    ModelConfig dense = *this;
+    dense.d_ffn = width;
+    dense.moe = {};
+    return dense;
+  }
   bool is_encoder() const { return block_kind == BlockKind::kEncoder; }
   // Added to the weights of norms before anything is multiplied by them.
   float norm_weight_offset() const { return norm_unit_offset ? 1.0f : 0.0f; }
@@ -122,8 +133,9 @@ struct ModelConfig {
           IntegerRange{0, kMaxDimension}, kModelField);
     visit("head_dim", given_head_dim, "Width of a head, even; 0 means d_model / num_heads",
           IntegerRange{0, kMaxDimension}, kModelField);
-    visit("d_ffn", d_ffn, "Inner width of the gated feed-forward (width of up, and of gate)", dimension,
-          kModelField);
+    visit("d_ffn", d_ffn,
+          "Inner width of the gated feed-forward (width of up, and of gate); of each expert in model.moe",
+          dimension, kModelField);
     visit("norm", norm, "layernorm: non-parametric LayerNorm (OLMo v1); rmsnorm: RMSNorm with a weight (Llama)",
           kModelField);
     visit("norm_eps", norm_eps, "Added to the variance or mean square under the square root", RealRange{1e-30, 1.0},
@@ -168,6 +180,7 @@ struct ModelConfig {
     visit("tie_embeddings", tie_embeddings, "Use the embedding table as the output head", kModelField);
     visit("init", init, "mitchell: OLMo's depth-scaled truncated normal; normal: N(0, init_std)", kHashed);
     visit("init_std", init_std, "Standard deviation for init = normal", RealRange{1e-30}, kHashed);
+    visit("moe", moe, "A mixture of experts in place of the feed-forward, see docs/moe.md");
     visit("vision", vision, "What the model sees images with, see docs/vision.md");
   }
 };

@@ -110,6 +110,7 @@ void apply_rules(std::vector<ParameterInfo>& parameters, const ParameterRules& r
   for (const std::string& pattern : rules.frozen) {
     for (ParameterInfo* p : matches(parameters, "optimizer.frozen", pattern)) p->trainable = false;
   }
+  for (ParameterInfo& p : parameters) p.trainable = p.trainable && p.role != ParameterRole::kRouterBias;
   if (std::ranges::none_of(parameters, &ParameterInfo::trainable)) {
     throw_bad_input("optimizer.frozen leaves no parameter to train; remove a pattern");
   }
@@ -156,7 +157,9 @@ int64_t ParameterTable::num_parameters() const {
 }
 
 int64_t ParameterTable::num_compute_parameters() const {
-  return ties_head() ? num_parameters() : num_parameters() - all[static_cast<size_t>(embedding)].numel();
+  int64_t sum = 0;
+  for (const ParameterInfo& p : all) sum += p.active_numel();
+  return ties_head() ? sum : sum - all[static_cast<size_t>(embedding)].numel();
 }
 
 std::vector<int> ParameterTable::unit(int index) const {
@@ -199,6 +202,14 @@ void ParameterList::add_matrices(const std::string& prefix, const std::string& l
           /*decayed=*/true, 0.0);
     }
     first_row += part.rows;
+  }
+}
+
+void ParameterList::stack(const MoeConfig& moe, std::initializer_list<int64_t> rows_of_parts) {
+  all_.back().num_stacked = moe.num_experts;
+  all_.back().num_active = moe.experts_per_token;
+  for (int64_t e = 0; e < moe.num_experts; ++e) {
+    all_.back().fused_rows.insert(all_.back().fused_rows.end(), rows_of_parts);
   }
 }
 

@@ -63,7 +63,8 @@ struct ParameterTable {
   bool is_trainable(int index) const { return index >= 0 && all[static_cast<size_t>(index)].trainable; }
 
   int64_t num_parameters() const;
-  // Without the input embedding (a tied table counts, as the head): what FLOPs per token are counted from.
+  // Those that a token goes through, without the input embedding (a tied table counts, as the head): what FLOPs per
+  // token are counted from.
   int64_t num_compute_parameters() const;
 
  private:
@@ -86,6 +87,8 @@ class ParameterList {
   };
   void add_matrices(const std::string& prefix, const std::string& layer, int64_t cols,
                     std::initializer_list<Part> parts);
+  // Says that the weight which was added last is of the experts of a block, each a matrix of these parts.
+  void stack(const MoeConfig& moe, std::initializer_list<int64_t> rows_of_parts);
   // Parameters that are added from here on belong to the next unit.
   void begin_unit() { ++unit_; }
   // For a weight whose `fan_in` inputs are summed into the residual stream after `depth` branches; 0: elsewhere.

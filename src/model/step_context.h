@@ -47,6 +47,7 @@ struct StepContext {
   // Backward: by index in the parameter table; empty for frozen parameters.
   const std::vector<TensorView>* gradients = nullptr;
   Accumulation accumulation = Accumulation::kBegin;
+  RouterLosses router_losses = {};
 
   int64_t num_tokens() const { return shape.num_tokens(); }
   bool attends_to_cache() const { return cache != nullptr && newest_rows; }

@@ -19,6 +19,14 @@ bool any_weight_is_divided(const std::vector<ParameterInfo>& parameters) {
 
 }  // namespace
 
+TensorView matrix_of(const TensorView& t, int64_t e, int64_t n) {
+  return t.empty() ? t : t.rows(e * (t.dim[0] / n), t.dim[0] / n);
+}
+ScaledView matrix_of(const ScaledView& t, int64_t e, int64_t n) {
+  if (t.empty() || n == 1) return t;
+  return {matrix_of(t.data, e, n), t.scale.rows(e, 1), t.scaling, t.group};
+}
+
 WeightUse training_use(const PrecisionConfig& precision) {
   return precision.recompute == Recompute::kBlock ? WeightUse::kBackwardWithForward : WeightUse::kBackward;
 }
@@ -80,7 +88,12 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
     if (has_copy(i)) declare_copies(i, plan);
   }
   if (formats_.has_tensor_scales()) {
-    amax_id_ = plan.add("fp8 weights", "weight_amax", DType::kF32, {static_cast<int64_t>(parameters_.size())});
+    auto num_amax = static_cast<int64_t>(parameters_.size());
+    for (size_t i = 0; i < parameters_.size(); ++i) {
+      first_stacked_amax_.push_back(num_amax);
+      if (is_stacked(i)) num_amax += parameters_[i].num_stacked;
+    }
+    amax_id_ = plan.add("fp8 weights", "weight_amax", DType::kF32, {num_amax});
   }
   if (has_buffers) declare_gather_buffers(table, plan);
   declare_workspace(plan);
@@ -97,18 +110,20 @@ void ModelWeights::declare_weights(MemoryPlan& plan) {
     } else if (p.placement.states.size > 1) {
       shape = {std::max(p.placement.states.padded(p.numel()), copy_rows(i) * p.cols)};
     }
-    plain_ids_[i] =
-        plan.add("weights", p.name, formats_.compute.dtype, std::move(shape), kAllPhases, p.placement.memory);
+    const DType dtype = p.role == ParameterRole::kRouterBias ? DType::kF32 : formats_.compute.dtype;
+    plain_ids_[i] = plan.add("weights", p.name, dtype, std::move(shape), kAllPhases, p.placement.memory);
   }
 }
 
 void ModelWeights::declare_copies(size_t i, MemoryPlan& plan) {
   const ParameterInfo& p = parameters_[i];
   CopyIds& ids = copy_ids_[i];
+  if (formats_.has_tensor_scales()) {
+    ids.w.scale = plan.add("fp8 weights", p.name + ".fp8.scale", DType::kF32, {p.num_stacked});
+  }
   if (keeps_rows(i)) {
-    ids.w = add_matrix(plan, "fp8 weights", p.name + ".fp8", formats_.weight, copy_rows(i), p.cols, kAllPhases);
-  } else if (formats_.has_tensor_scales()) {
-    ids.w.scale = plan.add("fp8 weights", p.name + ".fp8.scale", DType::kF32, {1});
+    ids.w = add_matrix(plan, "fp8 weights", p.name + ".fp8", formats_.weight, copy_rows(i), p.cols, kAllPhases,
+                       ids.w.scale);
   }
   if (keeps_piece_codes(p.unit)) {
     const auto add = [&](const char* suffix) {
@@ -120,8 +135,8 @@ void ModelWeights::declare_copies(size_t i, MemoryPlan& plan) {
     if (has_pieces_for_backward(p.unit)) piece_code_ids_[i].w_t = add(".fp8_t");
   }
   if (!keeps_transposed(i)) return;
-  ids.w_t = add_matrix(plan, "fp8 weights", p.name + ".fp8_t", formats_.weight, p.cols, copy_rows(i), kAllPhases,
-                       ids.w.scale);
+  ids.w_t = add_matrix(plan, "fp8 weights", p.name + ".fp8_t", formats_.weight, p.num_stacked * p.cols,
+                       copy_rows(i) / p.num_stacked, kAllPhases, ids.w.scale);
 }
 
 void ModelWeights::declare_workspace(MemoryPlan& plan) {
@@ -257,8 +272,9 @@ void ModelWeights::bind_copies(const Arena& arena, size_t i) {
   const CopyIds& ids = copy_ids_[i];
   const MatrixId& w = is_fp8_head(i) ? head_rows_workspace_id_ : rows_workspace_id_;
   const MatrixId& w_t = is_fp8_head(i) ? head_transposed_workspace_id_ : transposed_workspace_id_;
-  Copies copies = {(keeps_rows(i) ? ids.w : w).view(arena, copy_rows(i), p.cols),
-                   (keeps_transposed(i) ? ids.w_t : w_t).view(arena, p.cols, copy_rows(i))};
+  Copies copies = {
+      (keeps_rows(i) ? ids.w : w).view(arena, copy_rows(i), p.cols),
+      (keeps_transposed(i) ? ids.w_t : w_t).view(arena, p.num_stacked * p.cols, copy_rows(i) / p.num_stacked)};
   if (formats_.has_tensor_scales()) copies.w.scale = copies.w_t.scale = arena[ids.w.scale];
   copies_.push_back(copies);
 }
@@ -334,7 +350,19 @@ TensorView ModelWeights::copied(size_t i) const {
 void ModelWeights::quantize_whole(Device& device, size_t i, const TensorView& weight) const {
   if (!has_copy(i) || !keeps_rows(i)) return;
   const ScaledView kept_t = keeps_transposed(i) ? copies_[i].w_t : ScaledView{};
-  parka::quantize(device, {.x = weight, .out = copies_[i].w, .out_t = kept_t, .amax = amax_of(i)});
+  for_each_matrix(i, weight, copies_[i].w, kept_t,
+                  [&](const TensorView& x, const ScaledView& w, const ScaledView& w_t, const TensorView& amax) {
+                    parka::quantize(device, {.x = x, .out = w, .out_t = w_t, .amax = amax});
+                  });
+}
+
+template <typename F>
+void ModelWeights::for_each_matrix(size_t i, const TensorView& weight, const ScaledView& w, const ScaledView& w_t,
+                                   const F& f) const {
+  const int64_t n = parameters_[i].num_stacked;
+  for (int64_t e = 0; e < n; ++e) {
+    f(matrix_of(weight, e, n), matrix_of(w, e, n), matrix_of(w_t, e, n), amax_of(i, e));
+  }
 }
 
 void ModelWeights::find_amax(Device& device) const {
@@ -342,8 +370,29 @@ void ModelWeights::find_amax(Device& device) const {
   device.fill_zero(amax_.data, amax_.bytes());
   for (size_t i = 0; i < own_.size(); ++i) {
     if (is_fp8_coded(i)) continue;  // its codes are made, and have their scale
+    if (is_stacked(i)) continue;
     const TensorView weight = is_coded(i) ? operand(device, static_cast<int>(i)) : own_[i];
     parka::amax(device, {.x = weight, .result = amax_of(i)});
+  }
+  find_expert_amax(device);
+}
+
+void ModelWeights::find_expert_amax(Device& device) const {
+  if (amax_.empty()) return;
+  const auto num_weights = static_cast<int64_t>(parameters_.size()), num_stacked = amax_.numel() - num_weights;
+  if (num_stacked == 0) return;
+  const TensorView stacked = amax_.rows(num_weights, num_stacked);
+  device.fill_zero(stacked.data, stacked.bytes());
+  for (size_t i = 0; i < own_.size(); ++i) {
+    if (!is_stacked(i)) continue;
+    const ParameterInfo& p = parameters_[i];
+    const ElementRange own = p.own_elements();
+    const int64_t size = p.numel() / p.num_stacked;
+    for (int64_t e = 0; e < p.num_stacked; ++e) {
+      const int64_t begin = std::max(own.begin, e * size), end = std::min(own.end, (e + 1) * size);
+      if (begin >= end) continue;
+      parka::amax(device, {.x = own_[i].rows(begin - own.begin, end - begin), .result = amax_of(i, e)});
+    }
   }
 }
 
@@ -380,7 +429,10 @@ void ModelWeights::gathered(Device& device, int unit) const {
 const ScaledView& ModelWeights::quantized(Device& device, int index) const {
   const auto i = static_cast<size_t>(index);
   if (!keeps_rows(i) && !is_divided(parameters_[i].unit)) {
-    parka::quantize(device, {.x = source(device, i), .out = copies_[i].w, .amax = amax_of(i)});
+    for_each_matrix(i, source(device, i), copies_[i].w, {},
+                    [&](const TensorView& x, const ScaledView& w, const ScaledView&, const TensorView& amax) {
+                      parka::quantize(device, {.x = x, .out = w, .amax = amax});
+                    });
   }
   return copies_[i].w;
 }
@@ -389,11 +441,15 @@ const ScaledView& ModelWeights::transposed(Device& device, int index) const {
   const auto i = static_cast<size_t>(index);
   const ScaledView& w_t = copies_[i].w_t;
   if (keeps_transposed(i) || has_pieces_for_backward(parameters_[i].unit)) return w_t;
-  if (formats_.has_tensor_scales() && (keeps_rows(i) || is_divided(parameters_[i].unit))) {
-    parka::quantize(device, {.x = copies_[i].w, .out_t = w_t, .scale_given = true});  // codes are moved
-  } else {
-    parka::quantize(device, {.x = source(device, i), .out_t = w_t, .amax = amax_of(i)});
-  }
+  const bool moves_codes = formats_.has_tensor_scales() && (keeps_rows(i) || is_divided(parameters_[i].unit));
+  for_each_matrix(i, moves_codes ? TensorView() : source(device, i), copies_[i].w, w_t,
+                  [&](const TensorView& x, const ScaledView& w, const ScaledView& to, const TensorView& amax) {
+                    if (moves_codes) {
+                      parka::quantize(device, {.x = w, .out_t = to, .scale_given = true});
+                    } else {
+                      parka::quantize(device, {.x = x, .out_t = to, .amax = amax});
+                    }
+                  });
   return w_t;
 }
 
@@ -443,7 +499,8 @@ TensorView ModelWeights::plain(int index) const {
   if (index < 0) return {};
   const TensorView& w = plain_[index];
   const ParameterRole role = parameters_[static_cast<size_t>(index)].role;
-  const bool is_vector = role == ParameterRole::kNorm || role == ParameterRole::kBias;
+  const bool is_vector =
+      role == ParameterRole::kNorm || role == ParameterRole::kBias || role == ParameterRole::kRouterBias;
   return is_vector ? w.reshaped({w.numel()}) : w;
 }
 

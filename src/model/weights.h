@@ -38,6 +38,10 @@ struct KeptCopies {
 // pieces are whole rows of the weights. `copies` are those of a block.
 bool gathers_transposed(const ParameterTable& table, const Formats& formats, WeightCopies copies, WeightUse use);
 
+// Matrix e of n that are stored one below the other (ParameterInfo::num_stacked), with its scale.
+TensorView matrix_of(const TensorView& t, int64_t e, int64_t n);
+ScaledView matrix_of(const ScaledView& t, int64_t e, int64_t n);
+
 // Rows of the FP8 copies of a head of `rows`: tensor cores sum 16 products at a time, and the gradient of the
 // head's input is a sum over the vocabulary.
 inline int64_t head_copy_rows(int64_t rows) { return ceil_div(rows, 16) * 16; }
@@ -67,12 +71,13 @@ class ModelWeights {
   // Makes the FP8 copies that are kept anew, of whole weights whose maxima are in amax(); call whenever they have
   // changed.
   void quantize(Device& device, Changed changed = Changed::kAll) const;
-  // [number of weights] fp32: the largest magnitude of each, from which the scale of its codes follows. Empty
-  // unless FP8 copies have one scale per tensor. When own() has changed it is to be that of own(), which an
-  // optimizer step finds on its way and find_amax() after any other change; then, where weights are divided, the
-  // maximum over those who share them.
+  // [number of weights, and experts] fp32: the largest magnitude of each, from which the scale of its codes
+  // follows. Empty unless FP8 copies have one scale per tensor. When own() has changed it is to be that of own(),
+  // which an optimizer step finds on its way, but for experts: find_expert_amax() does; and find_amax() after any
+  // other change. Then, where weights are divided, it is to be the maximum over those who share them.
   const TensorView& amax() const { return amax_; }
   void find_amax(Device& device) const;
+  void find_expert_amax(Device& device) const;
 
   // Weight `index` in the compute format: [rows, cols], or [cols] for a norm. An empty view for index -1. A block's
   // linear weights that are gathered as FP8 codes do not exist in it; those in host memory, whose copies are kept,
@@ -84,8 +89,9 @@ class ModelWeights {
   // The same, flat and where this rank keeps it, on the device or the host; empty if it is divided over ranks
   // or coded.
   const TensorView& kept(int index) const { return kept_[static_cast<size_t>(index)]; }
-  // The FP8 copy of a linear layer's weight [N, K], and the same transposed, [K, N]. One that is not kept is made
-  // here, for use until the next call. The head's, where it is FP8, has rows of zeros up to head_copy_rows().
+  // The FP8 copy of a linear layer's weight [N, K], and the same transposed, [K, N]; of E experts [E N, K] and
+  // [E K, N], with scales [E]. One that is not kept is made here, for use until the next call. The head's, where it
+  // is FP8, has rows of zeros up to head_copy_rows().
   const ScaledView& quantized(Device& device, int index) const;
   const ScaledView& transposed(Device& device, int index) const;
   // This rank's elements of all weights, in the compute format and the order of the table, flat; all elements where
@@ -164,8 +170,10 @@ class ModelWeights {
   bool is_fp8_head(size_t i) const { return static_cast<int>(i) == fp8_head_; }
   bool has_copy(size_t i) const {
     return formats_.fp8_gemm &&
-           (parameters_[i].role == ParameterRole::kLinear || is_fp8_head(i) || is_of_fp8_tower(i));
+           (parameters_[i].role == ParameterRole::kLinear || is_stacked(i) || is_fp8_head(i) || is_of_fp8_tower(i));
   }
+  // True for the weights of experts, whose FP8 copies have a scale for each expert.
+  bool is_stacked(size_t i) const { return parameters_[i].role == ParameterRole::kExperts; }
   bool is_of_fp8_tower(size_t i) const {
     return formats_.fp8_tower && parameters_[i].role == ParameterRole::kTowerLinear;
   }
@@ -201,7 +209,15 @@ class ModelWeights {
   void quantize_piece(Device& device, size_t i) const;
   void quantize_whole(Device& device, size_t i, const TensorView& weight) const;
   bool gathers_codes() const { return divides_ && formats_.has_tensor_scales(); }
-  TensorView amax_of(size_t i) const { return amax_.empty() ? amax_ : amax_.rows(static_cast<int64_t>(i), 1); }
+  TensorView amax_of(size_t i, int64_t expert = 0) const {
+    if (amax_.empty()) return amax_;
+    return amax_.rows(is_stacked(i) ? first_stacked_amax_[i] + expert : static_cast<int64_t>(i), 1);
+  }
+  // Calls f(weight, copy, transposed copy, amax) for each matrix of a weight: one, or one of each expert. Empty
+  // views stay empty.
+  template <typename F>
+  void for_each_matrix(size_t i, const TensorView& weight, const ScaledView& w, const ScaledView& w_t,
+                       const F& f) const;
   void declare_weights(MemoryPlan& plan);
   void declare_gather_buffers(const ParameterTable& table, MemoryPlan& plan);
   void declare_copies(size_t i, MemoryPlan& plan);
@@ -237,6 +253,7 @@ class ModelWeights {
   MatrixId rows_workspace_id_, transposed_workspace_id_;  // for copies that are not kept: large enough for any
   MatrixId head_rows_workspace_id_, head_transposed_workspace_id_;
   TensorId amax_id_;
+  std::vector<int64_t> first_stacked_amax_;  // by weight
   std::vector<TensorView> plain_, kept_, own_;
   std::vector<TensorView> fetched_;                    // matrices: where a weight in host memory is copied to
   std::vector<TensorView> piece_plain_, piece_codes_;  // flat and padded, of weights that are gathered on use

@@ -218,7 +218,8 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
     const int64_t count = p.own_elements().size();
-    PARKA_REQUIRE(p.is_coded() ? weights[i].empty() : weights[i].dtype == compute_ && weights[i].numel() == count);
+    PARKA_REQUIRE(p.is_coded() ? weights[i].empty()
+                               : (weights[i].dtype == compute_ || !p.trainable) && weights[i].numel() == count);
     states_.push_back({.weight = flat(weights[i]), .master = {}});
     if (!p.trainable) {
       gradients_.emplace_back();
@@ -286,6 +287,10 @@ std::vector<size_t> Optimizer::stream_order() const {
 
 void Optimizer::set_weight(Device& device, size_t i, std::span<const float> values, int64_t first) {
   const TensorView &target = states_.at(i).weight, &master = states_[i].master;
+  if (target.dtype == DType::kF32) {  // its own master
+    upload(device, values, target, first);
+    return;
+  }
   switch (config_.master) {
     case MasterForm::kFp32:
       upload_each(device, values, target, first, [](float x) { return split_float(x).weight; });
@@ -300,7 +305,7 @@ void Optimizer::set_weight(Device& device, size_t i, std::span<const float> valu
       return;
     }
     case MasterForm::kBf16Sr: upload_each(device, values, target, first, encode_bf16); return;
-    case MasterForm::kNone: upload(device, values, target, first); return;
+    case MasterForm::kNone: throw_internal("a weight in {} without a master", name_of(target.dtype));
   }
 }
 

@@ -136,6 +136,8 @@ class Optimizer {
   void begin_update(Device& device);
   // [num_sums] fp32: sums() of the step, which are to be the sums over all ranks before queue_coefficient().
   const TensorView& step_sums() const { return sums_; }
+  // [1] fp32: what gradients are multiplied by, after queue_coefficient(); NaN: the step is skipped.
+  const TensorView& coefficient() const { return clip_coefficient_; }
   // 2. Queues the sums of squares of the gradients, of all units or of one. Returns those that are to be replaced
   // by their sums over the ranks that share the states; an empty view where none do.
   static constexpr int kAllUnits = -1;

@@ -212,8 +212,38 @@ def muon_cases():
     return cases
 
 
+# Eight experts of which each token has two; the other also has what DeepSeek-V3 adds.
+MOE = {"model": {"d_ffn": 32, "moe": {"num_experts": 8, "experts_per_token": 2}},
+       "training": {"balance_loss": 0.01, "router_z_loss": 0.001}}
+SHARED_MOE = merged(MOE, {"model": {"moe": {**MOE["model"]["moe"], "score": "sigmoid", "normalize_weights": True, "weight_scaling": 2.5, "groups": 4,
+                                            "groups_kept": 2, "correction_bias": True, "shared_width": 16, "dense_layers": 1,
+                                            "dense_width": 48}},
+                          "training": {"balance_form": "pooled", "router_bias_rate": 0.01}})
+
+
+def moe_cases():
+    same = [("recompute", {"precision": {"recompute": "block"}}), ("offload", {"precision": {"offload_blocks": 1}}),
+            ("kept_for_backward", {"precision": {"save_norm_output": True, "save_product": True}}),
+            *((f"weight_copies_{copies}", {"precision": {"weight_copies": copies}}) for copies in ("both", "rows", "none"))]
+    stops = [Part(1, {"training": {"steps": 4}}), Part()]
+    cases = [of(f".{name}", "llama", recipe, moe) for recipe in ("fp32", "bf16", "fp8_linear", "coat", "parka")
+             for name, moe in (("moe", MOE), ("shared_moe", SHARED_MOE))]
+    cases += [of(f".{kind}.{name}", "llama", "parka", merged(moe, changes), same_as=f"llama.parka.{kind}")
+              for kind, moe in (("moe", MOE), ("shared_moe", SHARED_MOE)) for name, changes in same]
+    cases += [of(".moe.threads2", "llama", "parka", MOE, threads=2, same_as="llama.parka.moe"),
+              of(".moe.resumed", "llama", "parka", MOE, parts=stops, same_as="llama.parka.moe"),
+              of(".moe.telemetry", "llama", "parka", merged(MOE, {"telemetry": {"interval": 3}})),
+              of(".moe.masks", "llama", "parka", merged(MOE, MASKED)),
+              of(".moe.muon", "llama", "parka", merged(MOE, {"optimizer": {"kind": "muon"}}), generates=True)]
+    cases += [sharded("llama", "parka", sharding, ".moe", MOE) for sharding in ((2, 0, 0), (2, 1, 0), (4, 2, 0), (4, 2, 2))]
+    cases.append(sharded("llama", "parka", (2, 2, 0), ".shared_moe.resumed", SHARED_MOE,
+                         parts=[Part(2, {"training": {"steps": 4}}), Part(2)]))
+    return cases
+
+
 def all_cases():
-    return [*recipe_cases(), *option_cases(), *wide_cases(), *weight_cases(), *sharded_cases(), *resumed_cases(), *muon_cases()]
+    return [*recipe_cases(), *option_cases(), *wide_cases(), *weight_cases(), *sharded_cases(), *resumed_cases(), *muon_cases(),
+            *moe_cases()]
 
 
 def write_tokens(path, count, vocab, seed):

@@ -92,12 +92,18 @@ struct DataConfig {
 
 enum class NonFinitePolicy : uint8_t { kStop, kSkip };
 
+enum class BalanceForm : uint8_t { kPerBlock, kPooled };
+
 struct TrainingConfig {
   int64_t steps = 1000;
   int64_t global_batch_size = 32;
   int64_t micro_batch_size = 4;
   int64_t seed = 6198;
   double z_loss = 0.0;
+  double balance_loss = 0.0;
+  BalanceForm balance_form = BalanceForm::kPerBlock;
+  double router_z_loss = 0.0;
+  double router_bias_rate = 0.0;
   int64_t eval_interval = 0;
   int64_t eval_sequences = 0;
   NonFinitePolicy non_finite = NonFinitePolicy::kStop;
@@ -120,6 +126,22 @@ struct TrainingConfig {
           "Weight of the z-loss, the squared log-partition function (OLMo's option: 1e-4); 0: "
           "off",
           RealRange{}, kHashed);
+    visit("balance_loss", balance_loss,
+          "Weight of the loss that spreads tokens over experts (model.moe); 0: off (OLMoE: 0.01)", RealRange{},
+          kHashed);
+    visit(
+        "balance_form", balance_form,
+        "per_block: a balance loss for each block, 1 where all experts have as many tokens (Megatron, OLMo-core); "
+        "pooled: one for all blocks together, experts_per_token there (transformers)",
+        kHashed);
+    visit("router_z_loss", router_z_loss,
+          "Weight of each router's z-loss, the mean of the squared log-partition function of its logits; 0: off "
+          "(OLMoE: 0.001)",
+          RealRange{}, kHashed);
+    visit("router_bias_rate", router_bias_rate,
+          "With model.moe.correction_bias: how far a step moves the bias of each expert towards as many tokens for "
+          "all (DeepSeek-V3: 0.001); 0: it stays as it is, as in fine-tuning",
+          RealRange{0.0, 1.0}, kHashed);
     visit("eval_interval", eval_interval, "Steps between evaluations, and one at the end; 0: never", IntegerRange{},
           kNoEffect);
     visit("eval_sequences", eval_sequences,
@@ -431,6 +453,11 @@ struct EnumNames<BaseFormat> {
                                                   {BaseFormat::kFp8, "fp8"},
                                                   {BaseFormat::kNf4, "nf4"},
                                                   {BaseFormat::kFp4, "fp4"}};
+};
+template <>
+struct EnumNames<BalanceForm> {
+  static constexpr EnumName<BalanceForm> kAll[] = {{BalanceForm::kPerBlock, "per_block"},
+                                                   {BalanceForm::kPooled, "pooled"}};
 };
 template <>
 struct EnumNames<NonFinitePolicy> {

@@ -109,6 +109,56 @@ void check_model(const Config& c) {
       });
 }
 
+// What a mixture of experts does not go with yet.
+void check_moe(const Config& c) {
+  const MoeConfig& m = c.model.moe;
+  const TrainingConfig& t = c.training;
+  if (!m.exists()) {
+    check(c,
+          {{m != MoeConfig(), "model.moe.num_experts",
+            "leaves the other keys of model.moe without meaning; set it, or remove them"},
+           {t.balance_loss != 0, "training.balance_loss", "needs experts; set model.moe.num_experts, or 0 here"},
+           {t.router_z_loss != 0, "training.router_z_loss", "needs experts; set model.moe.num_experts, or 0 here"},
+           {t.router_bias_rate != 0, "training.router_bias_rate",
+            "needs experts; set model.moe.num_experts, or 0 here"}});
+    return;
+  }
+  require_multiple("model.moe.num_experts", m.num_experts, "model.moe.groups", m.groups);
+  const int64_t per_group = m.num_experts / m.groups;
+  const FinetuneConfig& f = c.finetune;
+  constexpr const char* kNotYet = "does not go with model.moe yet; ";
+  const auto no = [&](const char* advice) { return std::string(kNotYet) + advice; };
+  const std::string no_tensor = no("use fp8_tensor or compute"), no_place = no("use before or both"),
+                    no_stage = no("use 2 or less"), no_offload = no("use false"), no_side = no("use full or lora"),
+                    no_tower = no("use tower = none");
+  check(c,
+        {{m.experts_per_token < 1 || m.experts_per_token > m.num_experts, "model.moe.experts_per_token",
+          "is not between 1 and model.moe.num_experts; set it"},
+         {m.experts_per_token == 1 && m.normalize_weights, "model.moe.normalize_weights",
+          "makes the weight of a single expert 1, so that its router has no gradient; use false, or more "
+          "experts_per_token"},
+         {m.groups_kept > m.groups, "model.moe.groups_kept", "is more than model.moe.groups; change one of them"},
+         {m.experts_per_token > m.groups_kept * per_group, "model.moe.experts_per_token",
+          "is more than the experts of groups_kept groups; change one of them"},
+         {m.groups > 1 && per_group < 2, "model.moe.groups", "leaves groups of one expert; use fewer"},
+         {m.dense_layers >= c.model.num_layers, "model.moe.dense_layers",
+          "leaves no block with experts; use fewer, or remove model.moe"},
+         {(m.dense_layers > 0) != (m.dense_width > 0), "model.moe.dense_width",
+          "and model.moe.dense_layers go together: set both, or neither"},
+         {c.precision.gemm == GemmPrecision::kFp8Block, "precision.gemm", no_tensor.c_str()},
+         {c.model.norm_placement == NormPlacement::kAfter, "model.norm_placement", no_place.c_str()},
+         {c.distributed.zero_stage == 3, "distributed.zero_stage", no_stage.c_str()},
+         {c.precision.offload_weights, "precision.offload_weights", no_offload.c_str()},
+         {f.method == FinetuneMethod::kQst, "finetune.method", no_side.c_str()},
+         {c.model.vision.exists(), "model.vision.tower", no_tower.c_str()},
+         {t.router_bias_rate != 0 && !m.correction_bias, "training.router_bias_rate",
+          "moves nothing without model.moe.correction_bias; set that, or 0 here"},
+         {t.router_bias_rate != 0 && c.optimizer.release_gradients, "training.router_bias_rate",
+          "does not go with optimizer.release_gradients; use false there, or 0 here"},
+         {t.balance_loss == 0 && t.balance_form != BalanceForm::kPerBlock, "training.balance_form",
+          "has no meaning without training.balance_loss; set that, or per_block here"}});
+}
+
 void check_vision(const Config& c) {
   const VisionConfig& v = c.model.vision;
   const TowerConfig& t = v.tower;
@@ -150,7 +200,10 @@ void check_size(const Config& c) {
   const auto length = static_cast<double>(c.data.sequence_length);
   const double tokens = static_cast<double>(c.training.micro_batch_size) * length;
   const double rows = tokens / static_cast<double>(c.distributed.context_parallel);
-  const auto width = static_cast<double>(std::max({2 * c.model.d_ffn, c.model.d_qkv(), c.model.d_model}));
+  const MoeConfig& moe = c.model.moe;
+  const auto width = static_cast<double>(
+      std::max({2 * c.model.d_ffn * std::max<int64_t>(moe.experts_per_token, 1),
+                2 * std::max(moe.dense_width, moe.shared_width), c.model.d_qkv(), c.model.d_model}));
   require_at_most("training.micro_batch_size * data.sequence_length * the columns of an activation", tokens * width,
                   "", 1e15);
   require_at_most("training.micro_batch_size * data.sequence_length^2 * model.num_heads",
@@ -167,6 +220,10 @@ void check_size(const Config& c) {
   const PrecisionConfig& p = c.precision;
   const bool gemm = p.gemm != GemmPrecision::kCompute;
   require_few(p.has_fp8(), micro_batch_rows(c), rows);
+  const double expert_rows_most =
+      rows * static_cast<double>(moe.experts_per_token) + static_cast<double>(moe.num_experts * kExpertRows);
+  require_few(moe.exists() && p.has_fp8(), "the tokens of a micro-batch * model.moe.experts_per_token",
+              expert_rows_most);
   require_few(p.tower == Storage::kFp8,
               "training.micro_batch_size * data.images_per_sequence * the rows of an image",
               static_cast<double>(c.training.micro_batch_size) * static_cast<double>(c.data.images_per_sequence) *
@@ -199,6 +256,8 @@ void check_fp8(const Config& c) {
     };
     require("model.d_model", m.d_model);
     require("model.d_ffn", m.d_ffn);
+    require("model.moe.shared_width", m.moe.shared_width);
+    require("model.moe.dense_width", m.moe.dense_width);
     require("model.num_heads * model.head_dim", m.d_heads());
     require(kQkvName, m.d_qkv());
     require(micro_batch_rows(c), c.micro_batch_shape().num_tokens());
@@ -215,6 +274,8 @@ void check_fp8(const Config& c) {
   }
   require_groups("precision.norm_input", p.norm_input, "model.d_model", m.d_model);
   require_groups("precision.up_gate", p.up_gate, "model.d_ffn", m.d_ffn);
+  require_groups("precision.up_gate", p.up_gate, "model.moe.shared_width", m.moe.shared_width);
+  require_groups("precision.up_gate", p.up_gate, "model.moe.dense_width", m.moe.dense_width);
   require_groups("precision.qkv", p.qkv, head_dim_name(m), m.head_dim());
 }
 
@@ -439,6 +500,7 @@ void validate(const Config& config) {
   check_paths(config);
   check_saving(config.checkpoint);
   check_model(config);
+  check_moe(config);
   check_vision(config);
   check_precision(config);
   check_finetune(config);

@@ -3,6 +3,8 @@
 #include <algorithm>
 #include <vector>
 
+#include "kernels/ops/moe/router_bias.h"
+
 namespace parka {
 namespace {
 
@@ -63,10 +65,14 @@ void BoundRun::set_target_share(float share) {
 
 Model::LossOptions BoundRun::loss_options(int64_t num_targets) const {
   const bool vary = targets_vary();
+  const TrainingConfig& t = config_.training;
+  const double share = static_cast<double>(t.micro_batch_size) /
+                       static_cast<double>(t.global_batch_size * config_.distributed.context_parallel);
   return {.grad_scale = vary ? 1.0f : static_cast<float>(1.0 / static_cast<double>(num_targets)),
           .z_loss = static_cast<float>(config_.training.z_loss),
           .grad_factor = vary ? arena_[declared_.target_share] : TensorView(),
-          .sums = declared_.optimizer.sums()};
+          .sums = declared_.optimizer.sums(),
+          .router = {share * t.balance_loss, t.balance_form == BalanceForm::kPooled, share * t.router_z_loss}};
 }
 
 BoundRun::MicroBatch BoundRun::begin_micro_batch(const ParameterExchange::Place& place, bool with_telemetry) {
@@ -110,7 +116,25 @@ PendingStep BoundRun::update(int64_t update, double lr, const std::function<void
     queue_update(device_, optimizer, exchange_ ? &*exchange_ : nullptr,
                  {.step = update, .lr = lr, .seed = rounding_seed()}, group, before_update);
   }
+  move_router_biases();
   return optimizer.end_step(device_);
+}
+
+void BoundRun::move_router_biases() {
+  const double rate = config_.training.router_bias_rate;
+  if (rate == 0) return;
+  const ParameterTable& table = declared_.model.parameters();
+  int64_t at = 1;  // the first is the loss
+  for (size_t i = 0; i < table.all.size(); ++i) {
+    if (table.all[i].role != ParameterRole::kRouterBias) continue;
+    const int64_t count = 2 * config_.model.moe.num_experts + 1;
+    const TensorView load = declared_.optimizer.step_sums().rows(at, count);
+    at += count;
+    move_router_bias(device_, {.load = load,
+                               .coefficient = declared_.optimizer.coefficient(),
+                               .rate = static_cast<float>(rate),
+                               .bias = declared_.model.weights().plain(static_cast<int>(i))});
+  }
 }
 
 void BoundRun::release_update(int64_t update, double lr,
@@ -127,7 +151,10 @@ void BoundRun::share_weights(ModelWeights::Changed changed) {
   }
 }
 
-void BoundRun::weights_stepped() { share_weights(ModelWeights::Changed::kTrained); }
+void BoundRun::weights_stepped() {
+  declared_.model.weights().find_expert_amax(device_);
+  share_weights(ModelWeights::Changed::kTrained);
+}
 
 void BoundRun::weights_changed() {
   declared_.model.weights().find_amax(device_);

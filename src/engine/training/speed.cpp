@@ -20,7 +20,10 @@ constexpr CardPeak kPeaks[] = {
     {"NVIDIA A100-SXM4", 312e12, 0},
 };
 
-bool has_frozen(const ParameterTable& table) { return !std::ranges::all_of(table.all, &ParameterInfo::trainable); }
+bool has_frozen(const ParameterTable& table) {
+  return !std::ranges::all_of(table.all,
+                              [](const auto& p) { return p.trainable || p.role == ParameterRole::kRouterBias; });
+}
 
 bool is_of_tower(const ParameterInfo& p) { return p.name.starts_with(kVision); }
 bool is_of_images(const ParameterInfo& p) { return is_of_tower(p) || p.name.starts_with(kProjector); }
@@ -58,7 +61,7 @@ double frozen_weight_flop(const ParameterTable& table) {
     const int unit = static_cast<int>(i) == table.head ? table.head_unit() : p.unit;
     const bool passes_on = is_of_side(p) || unit >= table.first_backward_unit();
     const int products = 1 + (passes_on ? 1 : 0) + (p.trainable ? 1 : 0);
-    flop += 2.0 * products * static_cast<double>(p.numel());
+    flop += 2.0 * products * static_cast<double>(p.active_numel());
   }
   return flop;
 }

@@ -17,6 +17,7 @@ namespace parka {
 //   kRowsPhases, kTransposedPhases    in which backward reads the gradient of `out`, in rows and transposed
 //   kLastBackwardPhase                in which it reads x again and writes the gradient of x
 // reads_input_again() says whether backward reads x at all.
+//   kReadsPlainInput, if there                   it wants x in the compute format as well
 //   kNormInput, kNormOutput, kPostNormInput, kOutputGradient    what telemetry calls the tensors around it
 template <typename Inner>
 class Branch {
@@ -42,7 +43,7 @@ class Branch {
 
   void declare(BufferScope& scope, bool is_first_of_block) {
     norm_.declare_in_branch(scope, Inner::kNormName, is_first_of_block, scope.forward(Inner::kForwardPhase),
-                            Inner::kLastBackwardPhase, inner_.reads_input_again());
+                            Inner::kLastBackwardPhase, inner_.reads_input_again(), kReadsPlain);
     inner_.declare(scope);
     if (post_norm_) post_norm_->declare_for_sum(scope, Inner::kPostNormName);
   }
@@ -54,11 +55,13 @@ class Branch {
     norm_.forward(step, residual, branch);
     norm_.sample_input(step, block_, Inner::kNormInput);
     norm_.sample_output(step, block_, Inner::kNormOutput);
-    if (!post_norm_) {
-      inner_.forward(step, norm_.output(step), stream.branch(step));
-      return;
+    const TensorView out = post_norm_ ? post_norm_->sum(step) : stream.branch(step);
+    if constexpr (kReadsPlain) {
+      inner_.forward(step, norm_.output(step), norm_.plain_output(step), out);
+    } else {
+      inner_.forward(step, norm_.output(step), out);
     }
-    inner_.forward(step, norm_.output(step), post_norm_->sum(step));
+    if (!post_norm_) return;
     post_norm_->forward_of_sum(step, stream.branch(step));
     post_norm_->sample_input(step, block_, Inner::kPostNormInput);
   }
@@ -74,13 +77,20 @@ class Branch {
       post_norm_->backward(step, d_residual, /*d_residual=*/{}, d_inner_plain, stream.d_inner_codes(step));
     }
     step.samples.add(step.device, block_, Inner::kOutputGradient, d_inner_plain, d_inner.row);
-    inner_.backward(
-        step, d_inner, [&] { return norm_.output_again(step); }, d_norm_output);
+    const InputAgain x = [&] { return norm_.output_again(step); };
+    if constexpr (kReadsPlain) {
+      inner_.backward(
+          step, d_inner, x, [&] { return norm_.plain_output(step); }, d_norm_output);
+    } else {
+      inner_.backward(step, d_inner, x, d_norm_output);
+    }
     norm_.backward(step, d_norm_output, d_residual, d_residual,
                    quantize ? stream.d_residual_codes(step) : GemmInput{});
   }
 
  private:
+  static constexpr bool kReadsPlain = requires { Inner::kReadsPlainInput; };
+
   int64_t block_;
   Norm norm_;
   Inner inner_;

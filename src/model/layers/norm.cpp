@@ -23,7 +23,8 @@ Norm::Norm(NormKind kind, int64_t width, double eps, const ParameterTable& table
 }
 
 void Norm::declare_in_branch(BufferScope& scope, const std::string& name, bool is_first_of_block, PhaseMask forward,
-                             PhaseMask backward, bool is_read_again) {
+                             PhaseMask backward, bool is_read_again, bool is_read_plain) {
+  PARKA_REQUIRE(!is_read_plain || kind_ != NormKind::kNone);
   if (kind_ == NormKind::kNone) {
     // Backward reads nothing but the linear layer's input: the sum itself, or FP8 codes of it. Nothing smaller is
     // saved from which these could be recomputed.
@@ -38,6 +39,10 @@ void Norm::declare_in_branch(BufferScope& scope, const std::string& name, bool i
   declare_statistics(scope, name);
   saves_output_ = scope.precision().save_norm_output;
   output_ = scope.gemm_input(name + ".output", width_, saves_output_, forward, backward, is_read_again);
+  if (is_read_plain && scope.formats().fp8_gemm) {
+    plain_ = scope.workspace(name + ".plain_output", scope.compute(), {scope.tokens(), width_},
+                             forward | (scope.has_backward() ? backward : PhaseMask{0}));
+  }
 }
 
 void Norm::declare_for_sum(BufferScope& scope, const std::string& name) {
@@ -107,17 +112,28 @@ GemmInput Norm::output_again(const StepContext& step) const {
   const int64_t T = step.num_tokens();
   const bool is_fp8 = output_.transposed.valid();
   const GemmInput y = {is_fp8 ? ScaledView{} : output(step), step.matrix(output_.transposed, width_, T)};
-  if (saves_output_) return y;
+  if (!saves_output_) make_again(step, y.row, y.transposed);
+  return y;
+}
+
+TensorView Norm::plain_output(const StepContext& step) const {
+  if (!plain_.valid()) return output(step).data;
+  const TensorView y = step.tensor(plain_, step.num_tokens(), width_);
+  make_again(step, y, {});
+  return y;
+}
+
+void Norm::make_again(const StepContext& step, const ScaledView& y, const ScaledView& y_t) const {
+  const int64_t T = step.num_tokens();
   norm_recompute(step.device, {.kind = kind_,
                                .x = input(step),
                                .weight = weight(step),
                                .bias = bias(step),
                                .mean = step.vector(mean_, T),
                                .rstd = step.vector(rstd_, T),
-                               .y = y.row,
-                               .y_t = y.transposed,
+                               .y = y,
+                               .y_t = y_t,
                                .weight_offset = weight_offset_});
-  return y;
 }
 
 void Norm::backward(const StepContext& step, const TensorView& d_output, const TensorView& d_residual,

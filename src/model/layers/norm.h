@@ -21,9 +21,9 @@ class Norm {
 
   // Before a layer whose first op is a linear layer: it keeps the sum, in FP8 with precision.norm_input, and
   // that linear layer's input. `forward` and `backward` are the phases in which that is written and read.
-  // `is_read_again`: the linear layer has a weight gradient.
+  // `is_read_again`: the linear layer has a weight gradient. `is_read_plain`: plain_output() is wanted, too.
   void declare_in_branch(BufferScope& scope, const std::string& name, bool is_first_of_block, PhaseMask forward,
-                         PhaseMask backward, bool is_read_again);
+                         PhaseMask backward, bool is_read_again, bool is_read_plain = false);
   // After such a layer, which writes into sum(). It keeps that, in FP8 with precision.norm_input.
   void declare_for_sum(BufferScope& scope, const std::string& name);
   // For layers whose forward and backward are one phase: nothing is saved, and all is in the compute format.
@@ -37,6 +37,8 @@ class Norm {
   ScaledView output(const StepContext& step) const;  // [T, d]
   // The output for a weight gradient: what forward kept, or made again.
   GemmInput output_again(const StepContext& step) const;
+  // [T, d] the output in the compute format: made again from the norm's input where GEMMs read it in FP8.
+  TensorView plain_output(const StepContext& step) const;
   // d_sum = d_residual, if any, + the gradient through the norm. `quantized` is d_sum in FP8, where wanted.
   void backward(const StepContext& step, const TensorView& d_output, const TensorView& d_residual,
                 const TensorView& d_sum, const GemmInput& quantized) const;
@@ -49,6 +51,8 @@ class Norm {
   void declare_statistics(BufferScope& scope, const std::string& name);
   void run(const StepContext& step, const TensorView& residual, const TensorView& branch, const ScaledView& y,
            const ScaledView& y_t) const;
+  // Makes the output again, in rows and transposed, in the formats of y and y_t.
+  void make_again(const StepContext& step, const ScaledView& y, const ScaledView& y_t) const;
   // The norm's input: the sum, or its FP8 copy.
   ScaledView input(const StepContext& step) const;
   TensorView weight(const StepContext& step) const { return step.weights.plain(weight_); }
@@ -66,6 +70,7 @@ class Norm {
   MatrixId input_;        // [T, d] FP8 copy of it that the norm reads; invalid: it reads the sum
   TensorId mean_, rstd_;  // [T]; LayerNorms have a mean, kNone neither
   GemmInputIds output_;   // [T, d] the norm's output
+  TensorId plain_;        // the same in the compute format; invalid where that is its format, or nobody wants it
 };
 
 }  // namespace parka

@@ -11,15 +11,20 @@ void Stack::add_parameters(ParameterList& list, const ModelConfig& model, std::s
   }
 }
 
+template <typename F>
+auto Stack::with_ffn(const ModelConfig& model, int64_t l, const F& f) {
+  if (model.is_encoder()) return f(std::in_place_type<Mlp>, model);
+  if (model.has_experts(l)) return f(std::in_place_type<Moe>, model);
+  return f(std::in_place_type<Swiglu>, model.moe.exists() ? model.with_one_ffn(model.moe.dense_width) : model);
+}
+
 void Stack::add_block_parameters(ParameterList& list, const ModelConfig& model, std::string_view name, int64_t l) {
   const std::string prefix = block_prefix(name, l);
   const double depth = 2.0 * static_cast<double>(l + 1);
   Branch<Attention>::add_parameters(list, model, prefix, depth);
-  if (model.is_encoder()) {
-    Branch<Mlp>::add_parameters(list, model, prefix, depth);
-  } else {
-    Branch<Swiglu>::add_parameters(list, model, prefix, depth);
-  }
+  with_ffn(model, l, [&]<typename Inner>(std::in_place_type_t<Inner>, const ModelConfig& of_ffn) {
+    Branch<Inner>::add_parameters(list, of_ffn, prefix, depth);
+  });
 }
 
 Stack::Stack(const ModelConfig& model, const ParameterTable& table, std::string_view name, int first_unit,
@@ -29,25 +34,28 @@ Stack::Stack(const ModelConfig& model, const ParameterTable& table, std::string_
                           ? model.num_layers
                           : std::clamp<int64_t>(table.first_trained_unit - first_unit, 0, model.num_layers)),
       reruns_(scope.precision().recompute == Recompute::kBlock),
+      router_loads_(model),
       offload_(model.num_layers, scope.has_backward() ? scope.precision().offload_blocks : 0, first_backward_) {
   for (int64_t l = 0; l < model.num_layers; ++l) {
     scope.enter_block(name, l, offload_, /*goes_backward=*/l >= first_backward_);
-    const auto branch = [&]<typename Inner>(std::in_place_type_t<Inner>) {
-      return Branch<Inner>(model, scope.precision(), table, l, block_prefix(name, l));
-    };
-    Block block{branch(std::in_place_type<Attention>), model.is_encoder()
-                                                           ? FeedForward(branch(std::in_place_type<Mlp>))
-                                                           : FeedForward(branch(std::in_place_type<Swiglu>))};
+    const std::string prefix = block_prefix(name, l);
+    Block block{Branch<Attention>(model, scope.precision(), table, l, prefix),
+                with_ffn(model, l, [&]<typename Inner>(std::in_place_type_t<Inner>, const ModelConfig& of_ffn) {
+                  return FeedForward(Branch<Inner>(of_ffn, scope.precision(), table, l, prefix));
+                })};
     block.attention.declare(scope, /*is_first_of_block=*/true);
     std::visit([&](auto& ffn) { ffn.declare(scope, /*is_first_of_block=*/false); }, block.ffn);
     blocks_.push_back(std::move(block));
     offload_.add_to_buffer(l, scope.kept_in_block());
   }
   scope.leave_blocks();
+  router_loads_.declare(scope);
+  // A shared expert goes through all phases of backward before the others do.
+  const PhaseMask shared = model.moe.shared_width > 0 ? Moe::kBackwardPhases : PhaseMask{0};
   stream_.declare(scope, model.d_model,
-                  {.rows = Attention::kRowsPhases | Swiglu::kRowsPhases,
-                   .transposed = Attention::kTransposedPhases | Swiglu::kTransposedPhases,
-                   .d_norm_output = Attention::kLastBackwardPhase | Swiglu::kLastBackwardPhase},
+                  {.rows = Attention::kRowsPhases | Swiglu::kRowsPhases | shared,
+                   .transposed = Attention::kTransposedPhases | Swiglu::kTransposedPhases | shared,
+                   .d_norm_output = Attention::kLastBackwardPhase | Swiglu::kLastBackwardPhase | shared},
                   model.has_post_norm());
 }
 
@@ -69,6 +77,7 @@ void Stack::forward(const StepContext& step, const Between& between) const {
     branch = stream_.branch(step);
   }
   if (between) between(num_blocks(), residual, branch);
+  if (router_loads_.exists()) router_loads_.add_up(step);
 }
 
 void Stack::forward_block(const StepContext& step, int64_t l) const {

@@ -8,13 +8,14 @@
 #include "model/layers/attention.h"
 #include "model/layers/branch.h"
 #include "model/layers/mlp.h"
+#include "model/layers/moe.h"
 #include "model/layers/swiglu.h"
 
 namespace parka {
 
 // Transformer blocks one after another, with their buffers: the body of a model under one precision. Each is
-// attention, then SwiGLU or, of an encoder, an MLP without a gate, each of the two in a branch of the residual
-// stream. The stack knows nothing of where its input comes from, and what becomes of its output.
+// attention, then a feed-forward of one kind (FeedForward), each of the two in a branch of the residual stream. The
+// stack knows nothing of where its input comes from, and what becomes of its output.
 class Stack {
  public:
   // Names begin with `name`. Each block's parameters are a unit (ParameterInfo::unit), unless all are of this one.
@@ -34,6 +35,8 @@ class Stack {
   int64_t num_blocks() const { return static_cast<int64_t>(blocks_.size()); }
   const ActivationOffload& offload() const { return offload_; }
   const ResidualStream& stream() const { return stream_; }
+  // What the routers have done, after forward().
+  const RouterLoads& router_loads() const { return router_loads_; }
 
   // [T, d] where the input of forward() is to be.
   TensorView input(const StepContext& step) const { return input(step, 0); }
@@ -55,7 +58,11 @@ class Stack {
   void backward(const StepContext& step) const;
 
  private:
-  using FeedForward = std::variant<Branch<Swiglu>, Branch<Mlp>>;
+  using FeedForward = std::variant<Branch<Swiglu>, Branch<Mlp>, Branch<Moe>>;
+  // Calls f(std::in_place_type<Inner>, model) with the kind of feed-forward of block l, and the model as it sees
+  // it.
+  template <typename F>
+  static auto with_ffn(const ModelConfig& model, int64_t l, const F& f);
   struct Block {
     Branch<Attention> attention;
     FeedForward ffn;
@@ -68,6 +75,7 @@ class Stack {
   int64_t first_backward_;  // the lowest block that goes backward
   bool reruns_;             // precision.recompute: backward runs the forward of each block again
   ResidualStream stream_;
+  RouterLoads router_loads_;
   std::vector<Block> blocks_;
   ActivationOffload offload_;
 };

@@ -1,5 +1,7 @@
 #include "model/layers/swiglu.h"
 
+#include <utility>
+
 #include "kernels/ops/swiglu/swiglu.h"
 
 namespace parka {
@@ -26,8 +28,9 @@ void Swiglu::add_parameters(ParameterList& list, const ModelConfig& model, const
 }
 
 Swiglu::Swiglu(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table,
-               int64_t block, const std::string& prefix)
+               int64_t block, const std::string& prefix, std::string buffers)
     : block_(block),
+      buffers_(std::move(buffers)),
       d_ffn_(model.d_ffn),
       activation_(model.activation),
       up_gate_layer_(precision, table, prefix + "up_gate"),
@@ -38,27 +41,27 @@ void Swiglu::declare(BufferScope& scope) {
   const int64_t T = scope.tokens(), f = d_ffn_;
   const Formats& formats = scope.formats();
   const PhaseMask forward = scope.forward(kForwardFfn);
-  up_gate_layer_.declare(scope, "up_gate", forward, kBackwardUpGate);
-  down_layer_.declare(scope, "down", forward, kBackwardDown | kBackwardSwiglu);
+  up_gate_layer_.declare(scope, buffers_ + "up_gate", forward, kBackwardUpGate);
+  down_layer_.declare(scope, buffers_ + "down", forward, kBackwardDown | kBackwardSwiglu);
   if (formats.up_gate.scaling != Scaling::kNone) {
-    up_gate_plain_ = scope.workspace("up_gate", scope.compute(), {T, 2 * f}, forward);
+    up_gate_plain_ = scope.workspace(buffers_ + "up_gate", scope.compute(), {T, 2 * f}, forward);
   }
-  up_gate_ = scope.kept("up_gate", formats.up_gate, T, 2 * f);
+  up_gate_ = scope.kept(buffers_ + "up_gate", formats.up_gate, T, 2 * f);
   if (scope.precision().save_silu) {
-    silu_ = scope.kept("silu", formats.silu, T, f);
+    silu_ = scope.kept(buffers_ + "silu", formats.silu, T, f);
     scope.sample(2 * f, f);
   }
-  product_ =
-      scope.gemm_input("product", f, saves_product_, forward, kBackwardSwiglu, down_layer_.reads_input_again());
+  product_ = scope.gemm_input(buffers_ + "product", f, saves_product_, forward, kBackwardSwiglu,
+                              down_layer_.reads_input_again());
   if (!scope.has_backward()) return;
   constexpr PhaseMask kGradient = kBackwardSwiglu | kBackwardUpGate;
-  d_product_ = scope.workspace("d_product", scope.compute(), {T, f}, kBackwardDown | kBackwardSwiglu);
+  d_product_ = scope.workspace(buffers_ + "d_product", scope.compute(), {T, f}, kBackwardDown | kBackwardSwiglu);
   samples_amax_ = formats.samples_gradient_amax;
-  d_up_gate_.row = scope.workspace("d_up_gate", formats.gradient, T, 2 * f, kGradient);
+  d_up_gate_.row = scope.workspace(buffers_ + "d_up_gate", formats.gradient, T, 2 * f, kGradient);
   if (formats.gradient.scaling != Scaling::kNone) scope.sample(2 * f);
   if (!formats.fp8_gemm || !up_gate_layer_.trains_weight()) return;
   d_up_gate_.transposed =
-      scope.workspace("d_up_gate_t", formats.gradient, 2 * f, T, kGradient, d_up_gate_.row.scale);
+      scope.workspace(buffers_ + "d_up_gate_t", formats.gradient, 2 * f, T, kGradient, d_up_gate_.row.scale);
 }
 
 void Swiglu::forward(const StepContext& step, const ScaledView& x, const TensorView& out) const {

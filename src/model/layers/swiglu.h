@@ -22,8 +22,9 @@ class Swiglu {
   static void add_parameters(ParameterList& list, const ModelConfig& model, const std::string& prefix,
                              double depth);
 
+  // Names of buffers begin with `buffers`.
   Swiglu(const ModelConfig& model, const PrecisionConfig& precision, const ParameterTable& table, int64_t block,
-         const std::string& prefix);
+         const std::string& prefix, std::string buffers = {});
 
   void declare(BufferScope& scope);
   bool reads_input_again() const { return up_gate_layer_.reads_input_again(); }
@@ -32,6 +33,7 @@ class Swiglu {
 
  private:
   int64_t block_;
+  std::string buffers_;
   int64_t d_ffn_;
   GateActivation activation_;
   Linear up_gate_layer_, down_layer_;
