@@ -107,7 +107,7 @@ def layout():
 
 
 def make_hugging_face():
-    for name in ("llama3_gqa", "olmo_tied", "mistral_window", "llama_yarn"):
+    for name in ("llama3_gqa", "olmo_tied", "mistral_window", "llama_yarn", "qwen3_moe_gqa", "dots1_groups"):
         path = ROOT / "tests" / "fixtures" / "huggingface" / name / "config.json"
         seed("huggingface_config", name, path.read_bytes())
     for name in ("clip_llama", "siglip_qwen2"):

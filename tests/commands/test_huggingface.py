@@ -12,7 +12,9 @@ from parka_runs import PROGRAM, RunFolder, faulty_files, metrics, parka, tree_di
 
 FIXTURES = os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "fixtures", "huggingface")
 NAMES = ["llama_mha", "llama3_gqa", "llama_tied", "olmo_untied", "olmo_tied", "mistral_window", "mistral_full", "llama_yarn",
-         "llama_linear", "qwen3_tied", "olmo2_gqa", "olmo3_windows", "qwen2_tied", "gemma3_windows", "gemma3_untied"]
+         "llama_linear", "qwen3_tied", "olmo2_gqa", "olmo3_windows", "qwen2_tied", "gemma3_windows", "gemma3_untied", "olmoe_mha",
+         "qwen3_moe_gqa", "mixtral_gqa", "dots1_groups"]
+WITH_EXPERTS = NAMES[-4:]
 
 # What config.json may ask of each family and Parka does not compute, beside REFUSED_OF_ALL. docs/huggingface.md lists them.
 WINDOW = {"sliding_window": 8}
@@ -27,6 +29,10 @@ REFUSED = {
     "gemma3_text": {"attention_bias": True, "attn_logit_softcapping": 30.0, "final_logit_softcapping": 30.0,
                     "use_bidirectional_attention": True, "hidden_activation": "gelu"},
     "olmo": {"attention_bias": True, "clip_qkv": 8.0, **WINDOW, **ACTIVATION},
+    "olmoe": {"attention_bias": True, "clip_qkv": 8.0, **WINDOW, **ACTIVATION},
+    "qwen3_moe": {"attention_bias": True, "use_sliding_window": True, "decoder_sparse_step": 2, "mlp_only_layers": [0], **ACTIVATION},
+    "mixtral": {"attention_bias": True, "router_jitter_noise": 0.1, **ACTIVATION},
+    "dots1": {"attention_bias": True, "layer_types": ["full_attention", "sliding_attention"], **ACTIVATION},
 }
 REFUSED_OF_ALL = {"architectures": ["OtherForSequenceClassification"], "attention_dropout": 0.5, "is_causal": False,
                   "partial_rotary_factor": 0.25, "quantization_config": {"quant_method": "fp8"}}
@@ -91,6 +97,16 @@ class HuggingFace(RunFolder):
         result = parka("export", checkpoint, "--out", self.path(out), "--shard-size", "9KB", *arguments)
         self.assert_exit(result, 0)
         return result
+
+    def refused(self, *arguments, words, out="out"):
+        result = parka(*arguments, "--out", self.path(out))
+        self.assert_exit(result, 2)
+        errors = [line for line in result.stderr.splitlines() if line.startswith("parka: error: ")]
+        self.assertEqual(len(errors), 1, result.stderr)
+        for word in words:
+            self.assertIn(word, errors[0])
+        if out == "out":
+            self.assertEqual([name for name in os.listdir(self.folder) if name.startswith("out")], [])
 
     def train(self, imported, *overrides):
         arguments = ["--set", f"data.train=[\"{self.path('a.npy')}\"]", "--set", f"data.eval=[\"{self.path('held_out.npy')}\"]"]
@@ -296,16 +312,6 @@ class RoundTrip(HuggingFace):
 
 class BadInput(HuggingFace):
     SHARD = "model-00002-of-00006.safetensors"
-
-    def refused(self, *arguments, words, out="out"):
-        result = parka(*arguments, "--out", self.path(out))
-        self.assert_exit(result, 2)
-        errors = [line for line in result.stderr.splitlines() if line.startswith("parka: error: ")]
-        self.assertEqual(len(errors), 1, result.stderr)
-        for word in words:
-            self.assertIn(word, errors[0])
-        if out == "out":
-            self.assertEqual([name for name in os.listdir(self.folder) if name.startswith("out")], [])
 
     def test_import(self):
         shard, index, config = (f"{self.model}/{name}" for name in (self.SHARD, "model.safetensors.index.json", "config.json"))
@@ -552,6 +558,116 @@ class OtherForms(HuggingFace):
                 shutil.rmtree(self.path("imported"))
 
 
+class Experts(HuggingFace):
+    """Files with a tensor for each expert, and with those of all in one, as transformers 5 has them in memory."""
+
+    def read(self):
+        with open(f"{self.model}/model.safetensors", "rb") as file:
+            content = file.read()
+        (length,) = struct.unpack("<Q", content[:8])
+        header = json.loads(content[8:8 + length])
+        header.pop("__metadata__")
+        return {name: (entry["dtype"], entry["shape"], content[8 + length:][slice(*entry["data_offsets"])]) for name, entry in header.items()}
+
+    def write(self, tensors):
+        header, data = {"__metadata__": {"format": "pt"}}, b""
+        for name, (dtype, shape, content) in sorted(tensors.items(), key=lambda item: item[1][0] != "F32"):
+            header[name] = {"dtype": dtype, "shape": shape, "data_offsets": [len(data), len(data) + len(content)]}
+            data += content
+        text = json.dumps(header).encode()
+        text += b" " * (-len(text) % 8)
+        with open(f"{self.model}/model.safetensors", "wb") as file:
+            file.write(struct.pack("<Q", len(text)) + text + data)
+
+    def stacked(self, tensors):
+        """The same tensors under the names of transformers 5, with experts in one tensor."""
+        result, experts = {}, {}
+        for name, tensor in tensors.items():
+            match = re.fullmatch(r"(.*)\.(?:mlp|block_sparse_moe)\.experts\.(\d+)\.(\w+)\.weight", name)
+            if match:
+                part = {"w1": "gate_proj", "w3": "up_proj", "w2": "down_proj"}.get(match[3], match[3])
+                experts.setdefault(match[1], {})[int(match[2]), part] = tensor
+            else:
+                result[name.replace("block_sparse_moe", "mlp")] = tensor
+        for block, parts in experts.items():
+            count = len(parts) // 3
+            for target, sources in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+                dtype, (rows, columns), _ = parts[0, sources[0]]
+                data = b"".join(parts[e, source][2] for e in range(count) for source in sources)
+                result[f"{block}.mlp.experts.{target}"] = (dtype, [count, rows * len(sources), columns], data)
+        return result
+
+    def test_stacked_ones_are_imported_as_the_others(self):
+        for name in WITH_EXPERTS:
+            with self.subTest(name):
+                self.use(name)
+                before, tensors = tree_digest(self.model), self.read()
+                self.write(self.stacked(tensors))
+                self.assertNotEqual(set(self.read()), set(tensors))
+                self.assert_exit(parka("export", self.import_model(f"imported_{name}"), "--out", self.path(f"out_{name}")), 0)
+                self.assertEqual(tree_digest(self.path(f"out_{name}")), before)
+
+    def test_one_that_is_missing_or_of_another_size(self):
+        for name, expert in (("olmoe_mha", "model.layers.1.mlp.experts.10.up_proj.weight"),
+                             ("mixtral_gqa", "model.layers.0.block_sparse_moe.experts.3.w2.weight"),
+                             ("dots1_groups", "model.layers.1.mlp.shared_experts.down_proj.weight"),
+                             ("dots1_groups", "model.layers.1.mlp.gate.e_score_correction_bias")):
+            self.use(name)
+            tensors = self.read()
+            with self.subTest("missing", tensor=expert):
+                self.write({key: value for key, value in tensors.items() if key != expert})
+                self.refused("import", self.model, words=[expert, "missing"])
+        self.use("qwen3_moe_gqa")
+        tensors, stacked = self.read(), "model.layers.0.mlp.experts.gate_up_proj"
+        with self.subTest("another size"):
+            edit_json(f"{self.model}/config.json", lambda config: config.update(num_local_experts=5))
+            self.write(self.stacked(tensors))
+            self.refused("import", self.model, words=["model.layers.0.mlp.gate.weight", "[6, 32]", "[5, 32]"])
+            self.write({key: value for key, value in self.stacked(tensors).items() if not key.endswith("gate.weight")})
+            self.refused("import", self.model, words=[stacked, "[6, 24, 32]", "[5, 24, 32]"])
+        with self.subTest("twice"):
+            self.use("qwen3_moe_gqa")
+            self.write(tensors | {stacked: self.stacked(tensors)[stacked]})
+            self.refused("import", self.model, words=["model.layers.0.mlp.experts.0.gate_proj.weight", stacked])
+
+    def test_keys_that_must_be_there(self):
+        for name, keys in (("olmoe_mha", ("num_experts", "num_experts_per_tok", "intermediate_size")),
+                           ("qwen3_moe_gqa", ("num_local_experts", "num_experts_per_tok", "moe_intermediate_size")),
+                           ("mixtral_gqa", ("num_local_experts", "num_experts_per_tok", "intermediate_size")),
+                           ("dots1_groups", ("n_routed_experts", "num_experts_per_tok", "moe_intermediate_size", "intermediate_size",
+                                             "n_shared_experts"))):
+            for key in keys:
+                with self.subTest(name, key=key):
+                    self.use(name)
+                    edit_json(f"{self.model}/config.json", lambda config: config.pop(key))
+                    named = "num_experts" if name == "qwen3_moe_gqa" and key == "num_local_experts" else key
+                    self.refused("import", self.model, words=[f"has no {named}"])
+
+    def test_what_a_missing_key_means(self):
+        """As in transformers' classes; and of norm_topk_prob an import tells."""
+        imported = {}
+        for name, change in (("given", {"norm_topk_prob": False}), ("absent", {"norm_topk_prob": None}), ("other", {})):
+            self.use("qwen3_moe_gqa")
+            edit_json(f"{self.model}/config.json", lambda config: config.update(change))
+            if name == "absent":
+                edit_json(f"{self.model}/config.json", lambda config: config.pop("norm_topk_prob"))
+            result = parka("import", self.model, "--out", self.path(name))
+            self.assert_exit(result, 0)
+            self.assertEqual("norm_topk_prob" in result.stderr, name == "absent")
+            with open(f"{self.path(name)}/config.json", encoding="utf-8") as file:
+                imported[name] = json.loads(file.read().split("\n", 1)[1])["model"]["moe"]
+        self.assertEqual(imported["given"], imported["absent"])
+        self.assertNotEqual(imported["given"], imported["other"])
+        # A window that no layer has.
+        self.use("dots1_groups")
+        for window, of_layers in ((8, 2), (8, 62), (None, 0)):
+            edit_json(f"{self.model}/config.json", lambda config: (config.pop("layer_types", None), config.update(
+                sliding_window=window, max_window_layers=of_layers)))
+            self.assert_exit(parka("import", self.model, "--out", self.path(f"window_{window}_{of_layers}")), 0)
+        edit_json(f"{self.model}/config.json", lambda config: config.update(sliding_window=8, max_window_layers=1))
+        self.refused("import", self.model, words=["max_window_layers", "sliding_window"])
+
+
 @unittest.skipIf(transformers is None, "torch or transformers is missing")
 class Transformers(HuggingFace):
     def logits(self, folder, tokens):
@@ -608,7 +724,11 @@ class Transformers(HuggingFace):
                     model = transformers.AutoModelForCausalLM.from_config(loaded.config)
                     model.load_state_dict(loaded.state_dict())
                     model.to(dtype)
-                    for size in ("50GB", "5KB", "20KB"):
+                    for module, theirs in zip(model.modules(), loaded.modules()):  # which stays in fp32 in a loaded one
+                        if hasattr(module, "e_score_correction_bias"):
+                            module.e_score_correction_bias = torch.nn.Buffer(theirs.e_score_correction_bias)
+                    # transformers 5 orders the tensors of models with experts by name, and leaves those of a block in one file.
+                    for size in ("50GB",) if name in WITH_EXPERTS else ("50GB", "5KB", "20KB"):
                         want, got = self.path(f"{name}_{word}_{size}"), self.path(f"{name}_{word}_{size}_parka")
                         model.save_pretrained(want, max_shard_size=size)
                         self.assert_exit(parka("export", imported, "--out", got, "--dtype", word, "--shard-size", size), 0)
@@ -633,6 +753,16 @@ class Transformers(HuggingFace):
                                              "activation": "gelu_tanh", "embedding_scale": "sqrt_d_model", "query_pre_attn_scalar": 5,
                                              "rope_scaling": {"kind": "linear", "factor": 3}, "sliding_window": 5,
                                              "full_attention_every": 2, "local_rope_theta": 100}),
+                                         ("olmoe", "rmsnorm", 1e-5, {"qk_norm": "full", "d_ffn": 16, "moe": {
+                                             "num_experts": 8, "experts_per_token": 3}}),
+                                         ("qwen3_moe", "rmsnorm", 1e-6, {"qk_norm": "per_head", "d_ffn": 16, "head_dim": 12, "moe": {
+                                             "num_experts": 8, "experts_per_token": 3, "normalize_weights": True}}),
+                                         ("mixtral", "rmsnorm", 1e-5, {"d_ffn": 16, "sliding_window": 5, "moe": {
+                                             "num_experts": 4, "experts_per_token": 2, "normalize_weights": True}}),
+                                         ("dots1", "rmsnorm", 1e-6, {"qk_norm": "per_head", "d_ffn": 16, "moe": {
+                                             "num_experts": 8, "experts_per_token": 3, "score": "sigmoid", "correction_bias": True,
+                                             "weight_scaling": 2.5, "groups": 4, "groups_kept": 2, "shared_width": 32,
+                                             "dense_layers": 1, "dense_width": 48}}),
                                          ("llama", "rmsnorm", 1e-5, {"rope_scaling": {"kind": "linear", "factor": 3}}),
                                          ("llama", "rmsnorm", 1e-5, {"rope_scaling": yarn})):
             with self.subTest(name=name, changes=changes):

@@ -1,6 +1,7 @@
 // config.json of Hugging Face models: what it says of a model, how a model is written as one, and what is refused;
 // and the table of families.
 #include <cmath>
+#include <set>
 
 #include "engine/config/config_io.h"
 #include "engine/huggingface/huggingface_config.h"
@@ -48,7 +49,17 @@ TEST_CASE("a model is exported as a family that can say all of it", "[engine][hu
   CHECK(
       message_of([&] { choose_family(model, "gpt2", nullptr, "here"); }) ==
       "--family gpt2 is not known; llama (LlamaForCausalLM), mistral (MistralForCausalLM), qwen2 (Qwen2ForCausalLM), qwen3 "
-      "(Qwen3ForCausalLM), olmo2 (Olmo2ForCausalLM), olmo3 (Olmo3ForCausalLM), gemma3_text (Gemma3ForCausalLM), olmo (OlmoForCausalLM) are");
+      "(Qwen3ForCausalLM), olmo2 (Olmo2ForCausalLM), olmo3 (Olmo3ForCausalLM), gemma3_text (Gemma3ForCausalLM), olmo (OlmoForCausalLM), "
+      "olmoe (OlmoeForCausalLM), qwen3_moe (Qwen3MoeForCausalLM), mixtral (MixtralForCausalLM), dots1 "
+      "(Dots1ForCausalLM) are");
+
+  // None with experts is one without.
+  ModelConfig dense = model;
+  dense.qk_norm = QkNormKind::kFull;
+  CHECK(family_problems(*find_family("olmoe", huggingface_families()), dense) ==
+        std::vector<std::string>{"model.moe.num_experts = 1, not 0"});
+  dense.moe = {.num_experts = 8, .experts_per_token = 2};
+  CHECK(choose_family(dense, "", nullptr, "here").model_type == "olmoe");
 
   // transformers' OLMo has one epsilon and no key for it.
   model.norm = NormKind::kLayerNorm;
@@ -132,6 +143,37 @@ TEST_CASE("a family more is one value in the table", "[engine][huggingface]") {
   CHECK(written.at("sliding_window").is_null());
   CHECK(written.at("architectures") == nlohmann::json{"OtherForCausalLM"});
   CHECK(parse_huggingface_config(written, "written", families).model == read.model);
+}
+
+TEST_CASE("each expert has tensors of its own", "[engine][huggingface]") {
+  // Qwen3-30B-A3B as it is published, in 18,867 tensors.
+  nlohmann::json config = nlohmann::json::parse(read_file(kFixtures + "qwen3_moe_gqa/config.json"));
+  config.update({{"vocab_size", 151936},
+                 {"hidden_size", 2048},
+                 {"num_hidden_layers", 48},
+                 {"num_attention_heads", 32},
+                 {"num_key_value_heads", 4},
+                 {"head_dim", 128},
+                 {"moe_intermediate_size", 768},
+                 {"num_experts", 128},
+                 {"num_experts_per_tok", 8},
+                 {"num_local_experts", nullptr}});
+  const HuggingFaceModel read = parse_huggingface_config(config, "here");
+  const auto tensors = huggingface_tensors(*read.family, read.model, make_parameter_table(read.model, false));
+  CHECK(tensors.size() == 18867);
+  int64_t elements = 0;
+  std::set<std::string> names;
+  for (const HuggingFaceTensor& tensor : tensors) {
+    elements += tensor.num_rows * tensor.num_columns();
+    names.insert(tensor.name);
+  }
+  CHECK(elements == 30532122624);
+  CHECK(names.size() == tensors.size());
+  CHECK(names.contains("model.layers.47.mlp.experts.127.down_proj.weight"));
+  config["num_hidden_layers"] = 10000;  // of no model, and a tensor of each expert would fill the memory
+  config["num_experts"] = 512;
+  CHECK(message_of([&] { parse_huggingface_config(config, "here"); }).find("num_hidden_layers") !=
+        std::string::npos);
 }
 
 TEST_CASE("a family whose tensors leave out a weight is a defect", "[engine][huggingface]") {

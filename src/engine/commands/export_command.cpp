@@ -151,6 +151,7 @@ class Exporter {
     const DType usual = usual_format(table_.all.front());
     std::vector<DType> formats;
     for (const HuggingFaceTensor& tensor : tensors_) {
+      if (is_router_bias(tensor)) continue;
       if (std::ranges::count(formats, format_of(tensor, usual)) == 0) formats.push_back(format_of(tensor, usual));
     }
     write_new_file(draft / kHuggingFaceConfigName, config_text(formats, usual));
@@ -227,9 +228,14 @@ class Exporter {
     return weights_.dtype(parameter);
   }
 
-  // --dtype, or that of the imported tensor, or the usual one.
+  bool is_router_bias(const HuggingFaceTensor& tensor) const {
+    return table_.all[tensor.parameter].role == ParameterRole::kRouterBias;
+  }
+
+  // --dtype, or that of the imported tensor, or the usual one. Biases of routers stay in fp32, as in transformers.
   DType format_of(const HuggingFaceTensor& tensor, DType usual) const {
     const auto found = formats_.find(tensor.name);
+    if (is_router_bias(tensor)) return found != formats_.end() ? found->second : DType::kF32;
     return wanted_.value_or(found != formats_.end() && is_plain_float(found->second) ? found->second : usual);
   }
 

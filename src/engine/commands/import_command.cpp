@@ -152,12 +152,14 @@ class Importer {
     const HuggingFaceFamily& family = *source_.described.family;
     const std::string& text = source_.config_text;
     std::vector<std::string> taken;
-    const auto add = [&](std::string_view key, double value) {
+    const auto add = [&](std::string_view key, const auto& value) {
       if (text.find(fmt::format("\"{}\"", key)) == text.npos) taken.push_back(fmt::format("{} = {}", key, value));
     };
     for (const ModelKey& key : family.keys) {
       const auto* real = std::get_if<RealKey>(&key);
       if (real != nullptr && real->field == &ModelConfig::norm_eps) add(real->key, model().norm_eps);
+      const auto* flag = std::get_if<FlagKey>(&key);
+      if (flag != nullptr && flag->field.of_experts != nullptr) add(flag->key, flag->field.in(model()));
     }
     add("rope_theta", model().rope_theta);
     if (text.empty() || taken.empty()) return;
@@ -349,8 +351,10 @@ class Importer {
 
   // Evaluation and generation round nothing unless they are told to.
   std::string_view recipe() const {
-    const bool all_bf16 =
-        std::ranges::all_of(targets_, [](const Target& target) { return target.entry.dtype == DType::kBF16; });
+    const bool all_bf16 = std::ranges::all_of(targets_, [&](const Target& target) {
+      return target.entry.dtype == DType::kBF16 ||
+             table_.all[target.parameter].role == ParameterRole::kRouterBias;  // fp32 in all recipes
+    });
     return all_bf16 ? "bf16" : "fp32";
   }
 

@@ -22,11 +22,11 @@ class ConfigReader {
     const auto it = object_.find(key);
     return it == object_.end() || it->is_null() ? nullptr : &*it;
   }
-  int64_t integer(std::string_view key, std::optional<int64_t> otherwise = {}) const {
+  int64_t integer(std::string_view key, std::optional<int64_t> otherwise = {}, int64_t least = 1) const {
     return read(key, otherwise, [&](const json& value) {
       const std::optional<int64_t> whole = exact_integer(value);
-      if (!whole || *whole < 1 || *whole > kMaxDimension) {
-        fail("{}: expected an integer from 1 to {}, got {}", key, kMaxDimension, describe_json(value));
+      if (!whole || *whole < least || *whole > kMaxDimension) {
+        fail("{}: expected an integer from {} to {}, got {}", key, least, kMaxDimension, describe_json(value));
       }
       return *whole;
     });
@@ -66,10 +66,12 @@ class ConfigReader {
   // Sets the key's field.
   void read(const IntegerKey& key, ModelConfig& model) const {
     const bool is_null = has(key.key) && find(key.key) == nullptr;
-    model.*key.field = is_null && key.of_null ? *key.of_null : integer(key.key, key.otherwise);
+    const std::string_view name = find(key.key) == nullptr && find(key.alias) != nullptr ? key.alias : key.key;
+    key.field.in(model) =
+        is_null && key.of_null ? *key.of_null : integer(name, key.otherwise, key.may_be_zero ? 0 : 1);
   }
-  void read(const RealKey& key, ModelConfig& model) const { model.*key.field = number(key.key, key.otherwise); }
-  void read(const FlagKey& key, ModelConfig& model) const { model.*key.field = flag(key.key, key.otherwise); }
+  void read(const RealKey& key, ModelConfig& model) const { key.field.in(model) = number(key.key, key.otherwise); }
+  void read(const FlagKey& key, ModelConfig& model) const { key.field.in(model) = flag(key.key, key.otherwise); }
 
   template <typename... Args>
   [[noreturn]] void fail(fmt::format_string<Args...> format, Args&&... args) const {

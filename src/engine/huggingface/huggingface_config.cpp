@@ -230,16 +230,49 @@ void write_layer_types(const HuggingFaceFamily& family, const ModelConfig& model
 // Fields where 0 stands for what follows from others are spelled out.
 template <typename T>
 void write_key(const ConfigKey<T>& key, const ModelConfig& model, json& config) {
-  if (key.omitted_if_otherwise && model.*key.field == key.otherwise) return;
+  if (key.omitted_if_otherwise && key.field.in(model) == key.otherwise) return;
   ModelConfig spelled_out = model;
   spelled_out.num_kv_heads = model.kv_heads();
   spelled_out.given_head_dim = model.head_dim();
   spelled_out.query_pre_attn_scalar = model.pre_attn_scalar();
-  if (key.of_null && spelled_out.*key.field == key.of_null) {
+  if (key.of_null && key.field.in(spelled_out) == key.of_null) {
     config[key.key] = nullptr;
     return;
   }
-  config[key.key] = spelled_out.*key.field;
+  config[key.key] = key.field.in(spelled_out);
+}
+
+// What the keys of a family with experts do not give as they are.
+void read_moe(const Reader& config, const HuggingFaceFamily& family, ModelConfig& model) {
+  if (!family.dense_width_key.empty() && model.moe.dense_layers > 0) {
+    model.moe.dense_width = config.integer(family.dense_width_key);
+  }
+  if (!family.shared_experts_key.empty()) {
+    model.moe.shared_width = config.integer(family.shared_experts_key) * model.d_ffn;
+  }
+  constexpr int64_t kMostInAll = 1 << 17;  // each has tensors of its own
+  if (model.moe.num_experts * model.num_layers > kMostInAll) {
+    config.fail("num_hidden_layers = {} of {} experts are not supported; {} experts in all are", model.num_layers,
+                model.moe.num_experts, kMostInAll);
+  }
+  if (family.max_window_layers == 0) return;
+  const json* types = config.find("layer_types");
+  const bool is_null = config.has("sliding_window") && config.find("sliding_window") == nullptr;
+  const int64_t first = config.integer("max_window_layers", family.max_window_layers, 0);
+  const bool has_window = types != nullptr ? std::ranges::find(*types, json(kWindowed)) != types->end()
+                                           : !is_null && first < model.num_layers;
+  if (has_window) {
+    config.fail(
+        "layer_types, or max_window_layers without it, gives layers a sliding_window, which is not supported");
+  }
+}
+
+void write_moe(const HuggingFaceFamily& family, const ModelConfig& model, json& config) {
+  if (!family.dense_width_key.empty() && model.moe.dense_layers > 0) {
+    config[family.dense_width_key] = model.moe.dense_width;
+  }
+  if (!family.shared_experts_key.empty()) config[family.shared_experts_key] = model.moe.shared_width / model.d_ffn;
+  if (family.max_window_layers > 0) config["sliding_window"] = nullptr;
 }
 
 const char* dtype_key(const json& config) { return config.contains("dtype") ? "dtype" : "torch_dtype"; }
@@ -258,6 +291,7 @@ HuggingFaceModel parse_huggingface_config(const json& root, const std::string& w
   for (const ModelKey& entry : family.keys) {
     std::visit([&](const auto& key) { config.read(key, model); }, entry);
   }
+  read_moe(config, family, model);
   model.num_kv_heads = model.kv_heads();
   if (model.given_head_dim == model.d_model / model.num_heads) model.given_head_dim = 0;
   if (model.query_pre_attn_scalar == model.head_dim()) model.query_pre_attn_scalar = 0;
@@ -316,6 +350,7 @@ std::string make_huggingface_config(const HuggingFaceModel& described, DType dty
   for (const ModelKey& entry : family.keys) {
     std::visit([&](const auto& key) { write_key(key, model, config); }, entry);
   }
+  write_moe(family, model, config);
   if (family.full_attention_every > 0) write_layer_types(family, model, config);
   // Null where nothing is known: an absent key would mean the ids of the family's own tokenizer.
   for (const char* key : {"bos_token_id", "eos_token_id", "pad_token_id"}) {

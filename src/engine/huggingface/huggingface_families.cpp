@@ -250,11 +250,136 @@ HuggingFaceFamily olmo_family() {
   };
 }
 
+// `keys` without this one.
+std::vector<ModelKey> without(std::string_view name, std::vector<ModelKey> keys) {
+  std::erase_if(keys, [&](const ModelKey& entry) {
+    return std::visit([](const auto& key) { return key.key; }, entry) == name;
+  });
+  return keys;
+}
+
+// The keys of families with experts. transformers takes sizes of a published model where those of experts are
+// absent, which would say nothing about the weights at hand.
+std::vector<ModelKey> moe_keys(const IntegerKey& num_experts, std::vector<ModelKey> own) {
+  own.emplace_back(num_experts);
+  own.emplace_back(IntegerKey{"num_experts_per_tok", &MoeConfig::experts_per_token});
+  return model_keys(own);
+}
+
+// Llama's tensors, and those of a mixture of experts.
+std::vector<TensorNames::InBlock> with_experts(std::vector<TensorNames::InBlock> of_experts,
+                                               const std::vector<TensorNames::InBlock>& in_attention = {}) {
+  for (const TensorNames::InBlock& norm : norms_in_front()) of_experts.push_back(norm);
+  return tensors_in_block(of_experts, in_attention);
+}
+
+const TensorNames::InBlock kRouter = {BlockTensor::kRouter, "mlp.gate.weight"},
+                           kExpertGate = {BlockTensor::kExpertGate, "mlp.experts.*.gate_proj.weight"},
+                           kExpertUp = {BlockTensor::kExpertUp, "mlp.experts.*.up_proj.weight"},
+                           kExpertDown = {BlockTensor::kExpertDown, "mlp.experts.*.down_proj.weight"};
+
+// Queries and keys are normed as in OLMo 2, which leaves no choice of head_dim, and branches as in Llama.
+HuggingFaceFamily olmoe_family() {
+  HuggingFaceFamily family = llama_family();
+  family.model_type = "olmoe";
+  family.architecture = "OlmoeForCausalLM";
+  family.fixed.qk_norm = QkNormKind::kFull;
+  family.keys = without("head_dim", moe_keys({"num_experts", &MoeConfig::num_experts},
+                                             {RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-5},
+                                              FlagKey{"norm_topk_prob", &MoeConfig::normalize_weights, false}}));
+  family.fixed_keys = fixed_keys({kNoWindow});
+  family.max_positions = 4096;
+  family.tensors.in_block = with_experts({kRouter, kExpertGate, kExpertUp, kExpertDown}, qk_norms());
+  return family;
+}
+
+HuggingFaceFamily qwen3_moe_family() {
+  HuggingFaceFamily family = qwen3_family();
+  family.model_type = "qwen3_moe";
+  family.architecture = "Qwen3MoeForCausalLM";
+  family.keys =
+      without("intermediate_size",
+              moe_keys({.key = "num_experts", .field = &MoeConfig::num_experts, .alias = "num_local_experts"},
+                       {RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
+                        IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads},
+                        IntegerKey{"moe_intermediate_size", &ModelConfig::d_ffn},
+                        FlagKey{"norm_topk_prob", &MoeConfig::normalize_weights, false}}));
+  family.fixed_keys = fixed_keys({{"use_sliding_window", {false}, Presence::kWritten},
+                                  {"decoder_sparse_step", {1}, Presence::kWritten},
+                                  {"mlp_only_layers", {json::array()}, Presence::kWritten}});
+  family.tensors.in_block = with_experts({kRouter, kExpertGate, kExpertUp, kExpertDown}, qk_norms());
+  return family;
+}
+
+HuggingFaceFamily mixtral_family() {
+  HuggingFaceFamily family = mistral_family();
+  family.model_type = "mixtral";
+  family.architecture = "MixtralForCausalLM";
+  family.fixed.moe.normalize_weights = true;
+  family.keys = moe_keys({"num_local_experts", &MoeConfig::num_experts},
+                         {RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-5},
+                          IntegerKey{"num_key_value_heads", &ModelConfig::num_kv_heads, 8, false, 0},
+                          IntegerKey{"sliding_window", &ModelConfig::sliding_window, 0, false, 0}});
+  family.fixed_keys = fixed_keys({{"attention_bias", {false}}, {"router_jitter_noise", {0.0}}});
+  family.rope_theta = 1e6;
+  family.tensors.in_block = with_experts({{BlockTensor::kRouter, "block_sparse_moe.gate.weight"},
+                                          {BlockTensor::kExpertGate, "block_sparse_moe.experts.*.w1.weight"},
+                                          {BlockTensor::kExpertDown, "block_sparse_moe.experts.*.w2.weight"},
+                                          {BlockTensor::kExpertUp, "block_sparse_moe.experts.*.w3.weight"}});
+  return family;
+}
+
+// dots.llm1: DeepSeek-V3's router and shared experts, and Qwen3's attention.
+HuggingFaceFamily dots1_family() {
+  HuggingFaceFamily family = qwen3_family();
+  family.model_type = "dots1";
+  family.architecture = "Dots1ForCausalLM";
+  family.fixed.moe.score = RouterScore::kSigmoid;
+  family.fixed.moe.correction_bias = true;
+  family.keys = without(
+      "intermediate_size",
+      moe_keys({"n_routed_experts", &MoeConfig::num_experts},
+               {RealKey{"rms_norm_eps", &ModelConfig::norm_eps, 1e-6},
+                IntegerKey{"moe_intermediate_size", &ModelConfig::d_ffn},
+                IntegerKey{.key = "first_k_dense_replace",
+                           .field = &MoeConfig::dense_layers,
+                           .otherwise = 0,
+                           .may_be_zero = true},
+                IntegerKey{"n_group", &MoeConfig::groups, 1}, IntegerKey{"topk_group", &MoeConfig::groups_kept, 1},
+                RealKey{"routed_scaling_factor", &MoeConfig::weight_scaling, 1.0},
+                FlagKey{"norm_topk_prob", &MoeConfig::normalize_weights, false}}));
+  family.fixed_keys = fixed_keys({});
+  family.max_positions = 2048;
+  family.dense_width_key = "intermediate_size";
+  family.shared_experts_key = "n_shared_experts";
+  family.max_window_layers = 62;
+  family.tensors.in_block = with_experts({kExpertGate,
+                                          kExpertUp,
+                                          kExpertDown,
+                                          kRouter,
+                                          {BlockTensor::kRouterBias, "mlp.gate.e_score_correction_bias"},
+                                          {BlockTensor::kSharedGate, "mlp.shared_experts.gate_proj.weight"},
+                                          {BlockTensor::kSharedUp, "mlp.shared_experts.up_proj.weight"},
+                                          {BlockTensor::kSharedDown, "mlp.shared_experts.down_proj.weight"}},
+                                         qk_norms());
+  return family;
+}
+
+bool has_experts(const HuggingFaceFamily& family) {
+  return std::ranges::find(family.tensors.in_block, BlockTensor::kRouter, &TensorNames::InBlock::holds) !=
+         family.tensors.in_block.end();
+}
+
 // The model that is read back where the family's config.json is written for `model`.
 ModelConfig read_back(const HuggingFaceFamily& family, const ModelConfig& model) {
   ModelConfig written = family.fixed;
   for (const ModelKey& entry : family.keys) {
-    std::visit([&](const auto& key) { written.*key.field = model.*key.field; }, entry);
+    std::visit([&](const auto& key) { key.field.in(written) = key.field.in(model); }, entry);
+  }
+  if (has_experts(family)) written.moe.num_experts = std::max<int64_t>(1, model.moe.num_experts);
+  if (!family.dense_width_key.empty()) written.moe.dense_width = model.moe.dense_width;
+  if (!family.shared_experts_key.empty()) {  // at least one
+    written.moe.shared_width = std::max<int64_t>(1, model.moe.shared_width / model.d_ffn) * model.d_ffn;
   }
   written.rope_theta = model.rope_theta;
   written.rope_scaling = model.rope_scaling;
@@ -280,9 +405,9 @@ Config config_with(const ModelConfig& model) {
 }  // namespace
 
 std::span<const HuggingFaceFamily> huggingface_families() {
-  static const std::vector<HuggingFaceFamily> families = {llama_family(),  mistral_family(), qwen2_family(),
-                                                          qwen3_family(),  olmo2_family(),   olmo3_family(),
-                                                          gemma3_family(), olmo_family()};
+  static const std::vector<HuggingFaceFamily> families = {
+      llama_family(),  mistral_family(), qwen2_family(), qwen3_family(),     olmo2_family(),   olmo3_family(),
+      gemma3_family(), olmo_family(),    olmoe_family(), qwen3_moe_family(), mixtral_family(), dots1_family()};
   return families;
 }
 
@@ -328,6 +453,7 @@ const HuggingFaceFamily& choose_family(const ModelConfig& model, std::string_vie
   for (const HuggingFaceFamily& family : families) {
     const std::vector<std::string> problems = family_problems(family, model);
     if (problems.empty()) return family;
+    if (has_experts(family) != model.moe.exists()) continue;
     reasons.push_back(fmt::format("{} has {}", family.model_type, fmt::join(problems, ", and ")));
   }
   throw_bad_input(

@@ -14,14 +14,32 @@
 // huggingface_families(); import and export use nothing else about it.
 namespace parka {
 
+// A field of a model, or of its mixture of experts.
+template <typename T>
+struct ModelField {
+  ModelField(T ModelConfig::*field) : own(field) {}       // NOLINT(google-explicit-constructor)
+  ModelField(T MoeConfig::*field) : of_experts(field) {}  // NOLINT(google-explicit-constructor)
+
+  template <typename Model>
+  auto& in(Model& model) const {
+    return own != nullptr ? model.*own : model.moe.*of_experts;
+  }
+  bool operator==(const ModelField&) const = default;
+
+  T ModelConfig::*own = nullptr;
+  T MoeConfig::*of_experts = nullptr;
+};
+
 // A key of config.json that gives a field of the model.
 template <typename T>
 struct ConfigKey {
   std::string_view key;
-  T ModelConfig::*field;
+  ModelField<T> field;
   std::optional<T> otherwise = {};    // what transformers takes where the key is absent or null; nullopt: refused
   bool omitted_if_otherwise = false;  // whether an export leaves the key out where the field has that value
   std::optional<T> of_null = {};      // what null stands for and is written for, where that is not `otherwise`
+  std::string_view alias = {};        // of version 5 of transformers: read where `key` is absent
+  bool may_be_zero = false;
 };
 using IntegerKey = ConfigKey<int64_t>;  // 1 to kMaxDimension; `otherwise` may be 0 where the field may
 using RealKey = ConfigKey<double>;
@@ -60,16 +78,24 @@ enum class BlockTensor : uint8_t {
   kFfnNorm,
   kAttentionPostNorm,
   kFfnPostNorm,
+  kRouter,
+  kRouterBias,
+  kExpertGate,
+  kExpertUp,
+  kExpertDown,
+  kSharedGate,
+  kSharedUp,
+  kSharedDown,
 };
 
 struct TensorNames {
   struct InBlock {
     BlockTensor holds;
-    std::string_view name;  // after the block's prefix: "self_attn.q_proj.weight"
+    std::string_view name;  // after the block's prefix: "self_attn.q_proj.weight"; * is the number of an expert
   };
   std::string_view embedding = "model.embed_tokens.weight";
   std::string_view blocks = "model.layers.";  // the prefix of block N is this, N and a dot
-  std::vector<InBlock> in_block;              // in transformers' order
+  std::vector<InBlock> in_block;              // in transformers' order; a block has those of its parameters
   std::string_view final_norm = {};           // empty: its models have no weights there
   std::string_view head = "lm_head.weight";   // absent where it is tied
 };
@@ -92,6 +118,12 @@ struct HuggingFaceFamily {
   std::string_view full_attention_every_key = {};
   std::string_view local_rope_theta_key = {};
   double local_rope_theta = 0;
+  // For families with experts: the keys of the feed-forward's width in blocks without them, and of the number of
+  // shared experts. Empty: there are none.
+  std::string_view dense_width_key = {}, shared_experts_key = {};
+  // For families with a window in blocks from max_window_layers on, which no block may be here: the value of
+  // transformers if there is no such key. 0: it means nothing.
+  int64_t max_window_layers = 0;
   TensorNames tensors;
 };
 

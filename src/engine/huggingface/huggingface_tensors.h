@@ -36,6 +36,9 @@ struct LlavaNames {
 std::vector<HuggingFaceTensor> huggingface_tensors(const HuggingFaceFamily& family, const ModelConfig& config,
                                                    const ParameterTable& table, const LlavaNames* llava = nullptr);
 
+// The name of a tensor of a block in which * stands for the number of an expert.
+std::string name_of_expert(std::string_view name, int64_t expert);
+
 // The tensor of the embedding, which is the first parameter.
 const HuggingFaceTensor& embedding_of(const std::vector<HuggingFaceTensor>& tensors);
 // The name of the head.

@@ -61,6 +61,46 @@ void add_weights(HuggingFaceWeights&& from, const std::function<std::string(cons
   for (InputFile& file : from.files) into.files.push_back(std::move(file));
 }
 
+// Gives experts that are stacked, as version 5 of transformers has them in memory, the names and places of tensors
+// of their own. It calls their part of a block mlp in all families.
+void split_stacked_experts(const HuggingFaceModel& described, HuggingFaceWeights& weights) {
+  const ModelConfig& model = described.model;
+  const TensorNames& names = described.family->tensors;
+  using InBlock = TensorNames::InBlock;
+  for (int64_t l = 0; l < model.num_layers && model.moe.exists(); ++l) {
+    const std::string block = fmt::format("{}{}.", names.blocks, l);
+    // Moves a tensor, or its parts of equal size in the order of the file, to other names.
+    const auto move = [&](std::string_view from, std::vector<int64_t> shape, const std::vector<BlockTensor>& to) {
+      auto stacked = weights.tensors.extract(block + std::string(from));
+      if (stacked.empty()) return;
+      HuggingFaceWeights::Place part = stacked.mapped();
+      const std::string& path = weights.files[part.file].path();
+      if (part.entry.shape != shape) {
+        throw_bad_input("{}: {} is [{}], {} wants [{}]", path, stacked.key(), fmt::join(part.entry.shape, ", "),
+                        kHuggingFaceConfigName, fmt::join(shape, ", "));
+      }
+      const int64_t experts = shape.size() == 3 ? shape.front() : 1;
+      if (shape.size() == 3) shape = {shape[1] / static_cast<int64_t>(to.size()), shape[2]};
+      part.entry.shape = shape;
+      part.entry.num_bytes /= experts * static_cast<int64_t>(to.size());
+      for (int64_t e = 0; e < experts; ++e) {
+        for (const BlockTensor holds : to) {
+          part.entry.name =
+              block + name_of_expert(std::ranges::find(names.in_block, holds, &InBlock::holds)->name, e);
+          if (!weights.tensors.emplace(part.entry.name, part).second) {
+            throw_bad_input("{}: has {} besides {}; remove one of them", path, part.entry.name, stacked.key());
+          }
+          part.entry.offset += part.entry.num_bytes;
+        }
+      }
+    };
+    const int64_t experts = model.moe.num_experts, d = model.d_model, f = model.d_ffn;
+    move("mlp.gate.weight", {experts, d}, {BlockTensor::kRouter});
+    move("mlp.experts.gate_up_proj", {experts, 2 * f, d}, {BlockTensor::kExpertGate, BlockTensor::kExpertUp});
+    move("mlp.experts.down_proj", {experts, d, f}, {BlockTensor::kExpertDown});
+  }
+}
+
 // Reads a folder of a tower alone, or of a CLIP or SigLIP model with one for text as well.
 TowerConfig read_tower(const std::string& folder) {
   json config = read_config(folder);
@@ -250,6 +290,7 @@ ImportSource open_model(const std::string& folder) {
   source.described = parse_huggingface_config(config, source.config_path);
   source.num_stored_tokens = source.described.model.vocab_size;
   source.weights = open_huggingface_weights(folder);
+  split_stacked_experts(source.described, source.weights);
   source.carried = carried_from(folder);
   if (!source.described.model.vision.exists()) return source;
   if (source.is_quantized) {
