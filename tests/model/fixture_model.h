@@ -16,6 +16,8 @@ struct Fixture {
   BatchShape shape;
   std::vector<int32_t> tokens;
   std::map<std::string, std::vector<float>> tensors;
+  double balance_weight =
+      0;  // of the loss that the gradients "balanced/" have beside that of "grad/"; 0: there are none
 };
 
 template <typename Metadata>
@@ -47,6 +49,25 @@ E value_named(std::string_view name) {
   throw_internal("{} is no value of its enum", name);
 }
 
+template <typename Metadata>
+void read_moe(const Metadata& meta, MoeConfig& moe) {
+  const auto read = [&](const std::string& key, auto& value) {
+    if (!meta.contains("moe." + key)) return;
+    value = static_cast<std::remove_reference_t<decltype(value)>>(std::stod(meta.at("moe." + key)));
+  };
+  read("num_experts", moe.num_experts);
+  read("experts_per_token", moe.experts_per_token);
+  read("weight_scaling", moe.weight_scaling);
+  read("groups", moe.groups);
+  read("groups_kept", moe.groups_kept);
+  read("shared_width", moe.shared_width);
+  read("dense_layers", moe.dense_layers);
+  read("dense_width", moe.dense_width);
+  moe.normalize_weights = meta.contains("moe.normalize_weights");
+  moe.correction_bias = meta.contains("moe.correction_bias");
+  if (meta.contains("moe.score")) moe.score = value_named<RouterScore>(meta.at("moe.score"));
+}
+
 inline Fixture load_fixture(const std::string& name) {
   const InputFile file(std::string(PARKA_SOURCE_DIR) + "/tests/fixtures/" + name + ".safetensors");
   const SafetensorsHeader header = read_safetensors_header(file);
@@ -76,6 +97,8 @@ inline Fixture load_fixture(const std::string& name) {
   if (meta.contains("sliding_window")) c.sliding_window = std::stoll(meta.at("sliding_window"));
   if (meta.contains("full_attention_every")) c.full_attention_every = std::stoll(meta.at("full_attention_every"));
   if (meta.contains("local_rope_theta")) c.local_rope_theta = std::stod(meta.at("local_rope_theta"));
+  read_moe(meta, c.moe);
+  if (meta.contains("balance_weight")) fixture.balance_weight = std::stod(meta.at("balance_weight"));
   fixture.shape = {std::stoll(meta.at("batch")), std::stoll(meta.at("seq"))};
   for (const SafetensorsEntry& entry : header.tensors) {
     std::vector<std::byte> bytes(static_cast<size_t>(entry.num_bytes));
@@ -96,5 +119,14 @@ inline const char* const kFixtures[] = {"olmo_tied",      "olmo_untied",       "
                                         "llama_mqa_tied", "llama3_wide_heads", "mistral_window",   "llama_linear",
                                         "llama_yarn",     "qwen3_windows",     "qwen3_wide_heads", "olmo2_gqa",
                                         "qwen2_gqa",      "olmo3_windows",     "gemma3_windows",   "gemma3_untied"};
+
+// With experts.
+inline const char* const kMoeFixtures[] = {"olmoe_softmax", "qwen3_moe_gqa", "mixtral_gqa", "dots1_groups"};
+
+inline std::vector<std::string> all_fixtures() {
+  std::vector<std::string> names(std::begin(kFixtures), std::end(kFixtures));
+  names.insert(names.end(), std::begin(kMoeFixtures), std::end(kMoeFixtures));
+  return names;
+}
 
 }  // namespace parka::test

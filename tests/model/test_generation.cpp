@@ -113,7 +113,7 @@ std::vector<Tokens> random_prompts(const std::vector<int64_t>& lengths) {
 }  // namespace
 
 TEST_CASE("greedy generation equals transformers' token for token", "[model][generation]") {
-  const std::string name = GENERATE(from_range(std::begin(kFixtures), std::end(kFixtures)));
+  const std::string name = GENERATE(from_range(all_fixtures()));
   const Fixture fixture = load_fixture(name);
   std::ifstream file(std::string(PARKA_SOURCE_DIR) + "/tests/fixtures/generation.json");
   const nlohmann::json cases = nlohmann::json::parse(file).at(name);
