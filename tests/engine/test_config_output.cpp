@@ -368,7 +368,7 @@ TEST_CASE("shipped configs are valid and have the published sizes", "[engine][co
       {"llama2-13b", 13015864320},  {"llama-30b", 32528943616},   {"olmo2-1b", 1484916736},
       {"olmo2-7b", 7298617344},     {"llama3-8b", 8030261248},    {"llama3.2-1b", 1235814400},
       {"qwen3-0.6b", 596049920},    {"qwen3-8b", 8190735360},     {"mistral-7b", 7241732096},
-      {"gemma3-1b", 999885952}};
+      {"gemma3-1b", 999885952},     {"olmoe-1b-7b", 6919161856},  {"qwen3-30b-a3b", 30532122624}};
   for (const auto& [name, count] : published) {
     CAPTURE(name);
     CHECK(make_parameter_table(load_config(shipped(name), {}).model, false).num_parameters() == count);
