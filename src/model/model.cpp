@@ -234,7 +234,7 @@ Model::Pass::Pass(const ModelConfig& model, const PrecisionConfig& precision, co
   if (window_ > 0 && window_ < shape.whole_length()) {
     windowed_first_keys_ = scope.batch("windowed_first_keys", DType::kI32, {shape.num_whole_tokens()});
   }
-  if (table.lora_dropout > 0 && scope.has_backward()) {
+  if (table.lora.dropout > 0 && scope.has_backward()) {
     dropout_position_ = scope.batch("dropout_position", DType::kI32, {3});
   }
 }

@@ -252,9 +252,7 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
   apply_rules(parameters, rules);
   ParameterTable table(std::move(parameters));
   table.adapters = list.take_adapters();
-  table.lora_scale = static_cast<float>(rules.lora.scale);
-  table.lora_dropout = rules.lora.dropout;
-  table.dropout_seed = rules.lora.seed;
+  table.lora = rules.lora;
   table.side = rules.side;
   table.num_blocks = config.num_layers;
   table.embedding = table.index_of("embedding");

@@ -35,9 +35,7 @@ struct ParameterTable {
   int final_norm = -1;     // [d]    rmsnorm only
   int head = -1;           // [V, d]; the embedding's index when tied
   std::vector<LoraAdapter> adapters;
-  float lora_scale = 1;
-  double lora_dropout = 0;
-  uint64_t dropout_seed = 0;
+  LoraRules lora;
   SideRules side;
   // The lowest unit with a parameter that is trained, at which backward ends.
   int first_trained_unit = 0;
