@@ -7,11 +7,11 @@
 
 namespace parka {
 
-// One half of a block: a norm, and after it an inner layer, Attention, Swiglu or Mlp, and by model.norm_placement
-// another norm. The norm of the next branch adds what comes out to the residual stream.
+// One half of a block: a norm, and after it an inner layer, Attention, Swiglu, Mlp or Moe, and by
+// model.norm_placement another norm. The norm of the next branch adds what comes out to the residual stream.
 //
-// An inner layer begins and ends with a Linear. It declares its buffers, runs forward from the norm's output x to
-// `out`, and runs backward from the gradient of `out` to that of x. Its constants say what a branch has to know:
+// An inner layer begins and ends with linear layers. It declares its buffers, runs forward from the norm's output x
+// to `out`, and runs backward from the gradient of `out` to that of x. Its constants say what a branch has to know:
 //   kNormName, kPostNormName        of the pre-norm and the post-norm
 //   kForwardPhase                     in which forward runs
 //   kRowsPhases, kTransposedPhases    in which backward reads the gradient of `out`, in rows and transposed
