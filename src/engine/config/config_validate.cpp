@@ -130,7 +130,12 @@ void check_moe(const Config& c) {
   const auto no = [&](const char* advice) { return std::string(kNotYet) + advice; };
   const std::string no_tensor = no("use fp8_tensor or compute"), no_place = no("use before or both"),
                     no_stage = no("use 2 or less"), no_offload = no("use false"), no_side = no("use full or lora"),
-                    no_tower = no("use tower = none");
+                    no_tower = no("use tower = none"),
+                    no_adapter = no("use q_proj, k_proj, v_proj, and o_proj alone");
+  const bool lora = f.method == FinetuneMethod::kLora;
+  const auto of_feed_forward = [](const std::string& target) {
+    return target == "gate_proj" || target == "up_proj" || target == "down_proj";
+  };
   check(c,
         {{m.experts_per_token < 1 || m.experts_per_token > m.num_experts, "model.moe.experts_per_token",
           "is not between 1 and model.moe.num_experts; set it"},
@@ -155,6 +160,10 @@ void check_moe(const Config& c) {
           "moves nothing without model.moe.correction_bias; set that, or 0 here"},
          {t.router_bias_rate != 0 && c.optimizer.release_gradients, "training.router_bias_rate",
           "does not go with optimizer.release_gradients; use false there, or 0 here"},
+         {t.router_bias_rate != 0 && lora, "training.router_bias_rate",
+          "does not go with finetune.method = lora, which saves adapters alone; use 0"},
+         {lora && m.dense_layers == 0 && m.shared_width == 0 && std::ranges::any_of(f.targets, of_feed_forward),
+          "finetune.targets", no_adapter.c_str()},
          {t.balance_loss == 0 && t.balance_form != BalanceForm::kPerBlock, "training.balance_form",
           "has no meaning without training.balance_loss; set that, or per_block here"}});
 }
