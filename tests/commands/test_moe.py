@@ -51,16 +51,21 @@ class Moe(RunFolder):
     def bits(self, config):
         return hash_checkpoints(config["checkpoint"]["folder"])[1]
 
-    def router_biases(self, config):
-        folder = os.path.join(config["checkpoint"]["folder"], f"step_{STEPS:08}")
-        biases = {}
+    def tensors(self, config, ending, step=STEPS):
+        """The names of a checkpoint's tensors that end like this, their formats and bytes."""
+        folder = os.path.join(config["checkpoint"]["folder"], f"step_{step:08}")
+        found = {}
         for file in sorted(os.listdir(folder)):
             if file.endswith(".safetensors"):
                 for tensor, dtype, *_, data in read_tensors(os.path.join(folder, file)):
-                    if tensor.endswith("router_bias"):
-                        self.assertEqual(dtype, "F32")
-                        biases.setdefault(tensor, []).extend(array.array("f", data))
-        return biases
+                    if tensor.endswith(ending):
+                        found[tensor] = dtype, found.get(tensor, (dtype, b""))[1] + data
+        return found
+
+    def router_biases(self, config, step=STEPS):
+        found = self.tensors(config, "router_bias", step)
+        self.assertEqual({dtype for dtype, _ in found.values()}, {"F32"})
+        return {tensor: list(array.array("f", data)) for tensor, (_, data) in found.items()}
 
     def losses(self, config):
         return [record["loss"] for record in metrics(config["checkpoint"]["folder"], "train")]
@@ -79,7 +84,8 @@ class Moe(RunFolder):
     def test_what_saves_memory_changes_no_bit(self):
         changes = ({"precision": {"recompute": "block"}}, {"precision": {"offload_blocks": 1}},
                    {"precision": {"save_norm_output": True, "save_product": True}}, {"precision": {"weight_copies": "rows"}},
-                   {"precision": {"weight_copies": "none"}}, {"optimizer": {"offload": True}})
+                   {"precision": {"weight_copies": "none"}}, {"optimizer": {"offload": True}},
+                   {"precision": {"recompute": "block", "offload_blocks": 1}})
         for moe in (EXPERTS, DEEPSEEK):
             plain = self.config(f"plain-{len(moe)}", moe=moe)
             self.run_ok(plain)
@@ -139,10 +145,169 @@ class Moe(RunFolder):
         log = self.run_ok(muon).stderr
         self.assertIn("experts", log)
         self.assertTrue(all(loss < 20 for loss in self.losses(muon)))
+        # Experts divided over ranks are orthogonalized each for itself, too: to the order of sums.
+        for name, ranks in (("muon-1", 1), ("muon-2", 2)):
+            self.run_ok(self.config(name, "fp32", optimizer={"kind": "muon"}, split=(ranks, ranks, 0) if ranks > 1 else (1, 0, 0),
+                                    training={"micro_batch_size": 1}), ranks=ranks)
+        for loss, wanted in zip(*([record["loss"] for record in metrics(self.path(name), "train")] for name in ("muon-1", "muon-2"))):
+            self.assertAlmostEqual(loss, wanted, places=3)
         lora = self.config("lora", "bf16", finetune={"method": "lora", "rank": 4, "targets": ["q_proj", "v_proj"]},
                            training={"balance_loss": 0, "router_z_loss": 0})
         lora["checkpoint"]["init_from"] = muon["checkpoint"]["folder"]
         self.run_ok(lora)
+
+    def test_what_watches_a_run_changes_no_bit(self):
+        for ranks in (1, 2):
+            split = (ranks, 2 if ranks > 1 else 0, 0)
+            plain = self.config(f"plain-{ranks}", moe=DEEPSEEK, split=split)
+            watched = self.config(f"watched-{ranks}", moe=DEEPSEEK, split=split, telemetry={"interval": 1},
+                                  reliability={"replay_interval": 1, "state_interval": 1})
+            for config in (plain, watched):
+                self.run_ok(config, ranks=ranks)
+            self.assertEqual(self.losses(watched), self.losses(plain))
+            self.assertEqual(self.bits(watched), self.bits(plain))
+
+    def test_loads_are_exact_on_any_split(self):
+        keys, loads = ("expert_load", "idle_experts", "expert_entropy"), []
+        for number, (size, ranks) in enumerate(((1, 1), (2, 1), (8, 1), (1, 2), (2, 4))):
+            config = self.config(f"load-{number}", "fp32", DEEPSEEK, split=(ranks, 1 if ranks > 1 else 0, 0),
+                                 training={"micro_batch_size": size, "balance_loss": 0, "steps": 2})
+            self.run_ok(config, ranks=ranks)
+            records = metrics(config["checkpoint"]["folder"], "train")
+            loads.append([[record[key] for key in keys] for record in records])
+            for record in records:
+                self.assertAlmostEqual(record["balance_loss"], 1, delta=0.2)
+        for others in loads[1:]:
+            self.assertEqual(others, loads[0])
+
+    def test_a_skipped_step_moves_no_bias(self):
+        overflow = self.config("overflow", "bf16", DEEPSEEK, training={"non_finite": "skip"},
+                               optimizer={"lr": 1e30, "schedule": {"kind": "constant"}})
+        spikes = self.config("spikes", "bf16", DEEPSEEK, training={"spike_window": 2},
+                             optimizer={"lr": 1.0, "schedule": {"kind": "constant"}})
+        for config in (overflow, spikes):
+            config["checkpoint"].update(interval=1, keep=0)
+            self.run_ok(config)
+            applied = [record["applied"] for record in metrics(config["checkpoint"]["folder"], "train")]
+            self.assertTrue(applied[0] and not all(applied), applied)
+            for step in range(2, STEPS + 1):
+                moved = self.router_biases(config, step) != self.router_biases(config, step - 1)
+                self.assertEqual(moved, applied[step - 1], (step, applied))
+
+    def test_what_is_frozen_stays_and_the_rest_moves(self):
+        weights = (".router", ".experts.up_gate", ".experts.down", ".shared.down", ".qkv")
+        for recipe in ("bf16", "parka"):
+            for number, (still, optimizer) in enumerate((([".router"], {"frozen": ["*.router"]}),
+                                                         ([".router"], {"lr_patterns": ["*.router"], "lr_factors": [0.0]}),
+                                                         ([".experts.up_gate", ".experts.down"], {"frozen": ["*.experts.*"]}),
+                                                         ([".experts.down"], {"frozen": ["*.experts.down"]}),
+                                                         ([".experts.up_gate"], {"frozen": ["*.experts.up_gate"]}))):
+                with self.subTest(recipe=recipe, optimizer=optimizer):
+                    config = self.config(f"{recipe}-{number}", recipe, DEEPSEEK, optimizer=optimizer)
+                    config["checkpoint"]["interval"] = 1
+                    self.run_ok(config)
+                    for name in weights:
+                        first, last = (self.tensors(config, name, step) for step in (1, STEPS))
+                        self.assertTrue(first)
+                        for tensor, value in first.items():
+                            if "blocks.0." not in tensor:
+                                self.assertEqual(value == last[tensor], name in still, tensor)
+
+    def test_idle_experts_decay_as_all_weights_do(self):
+        """A router of zeros gives every token to the first two experts; the moments of the others stay zeros in any format."""
+        for recipe, states in (("fp32", "fp32"), ("bf16", "fp8"), ("parka", "fp8_expanded"), ("coat", "fp8_expanded")):
+            with self.subTest(recipe=recipe, states=states):
+                config = self.config(f"{recipe}-{states}", recipe, training={"balance_loss": 0, "router_z_loss": 0},
+                                     optimizer={"states": states, "weight_decay": 0.5, "lr": 0.1, "schedule": {"kind": "constant"},
+                                                "lr_patterns": ["*.router"], "lr_factors": [0.0]})
+                config["model"].update(init="normal", init_std=1e-30)
+                config["checkpoint"].update(interval=1)
+                self.run_ok(config)
+                self.assertEqual({record["idle_experts"] for record in metrics(config["checkpoint"]["folder"], "train")}, {0.75})
+                for moment in ("exp_avg", "exp_avg_sq"):
+                    (_, data), = self.tensors(config, f"blocks.0.experts.down.{moment}").values()
+                    self.assertFalse(any(data[len(data) // 4:]), moment)
+                if recipe != "fp32":
+                    continue
+                first, last = (self.tensors(config, "blocks.0.experts.down", step)["blocks.0.experts.down"][1] for step in (1, STEPS))
+                first, last = array.array("f", first), array.array("f", last)
+                idle = len(first) // 4
+                for before, after in zip(first[idle:], last[idle:]):
+                    self.assertAlmostEqual(after / before, (1 - 0.1 * 0.5)**(STEPS - 1), places=5)
+
+    def test_a_run_goes_on_with_other_ranks_and_recipes(self):
+        straight, moved = (self.config(name, "bf16", DEEPSEEK, training={"micro_batch_size": 1}) for name in ("straight", "moved"))
+        self.run_ok(straight)
+        for number, ranks in enumerate((2, 1, 4)):
+            moved["training"]["steps"] = 2 * (number + 1)
+            moved["distributed"] = {"zero_stage": (2, 0, 1)[number]}
+            self.run_ok(moved, ranks=ranks)
+        for loss, wanted in zip(self.losses(moved), self.losses(straight), strict=True):
+            self.assertAlmostEqual(loss, wanted, places=4)
+        self.assertEqual(self.router_biases(moved), self.router_biases(straight))
+        recipes = self.config("recipes", "parka", DEEPSEEK)
+        for number, recipe in enumerate(("parka", "bf16", "coat", "fp8_linear", "parka", "bf16")):
+            recipes["precision"] = {"recipe": recipe}
+            recipes["training"]["steps"] = number + 1
+            self.run_ok(recipes, "--convert-states")
+        for loss, wanted in zip(self.losses(recipes), self.losses(straight), strict=True):
+            self.assertAlmostEqual(loss, wanted, delta=0.1)
+
+    def test_gradients_that_are_released_give_the_same_bits(self):
+        for recipe in ("bf16", "parka"):
+            kept, released = (self.config(f"{recipe}-{name}", recipe, DEEPSEEK, training={"micro_batch_size": BATCH, "router_bias_rate": 0},
+                                          optimizer={"clip_norm": 0, "release_gradients": releases})
+                              for name, releases in (("kept", False), ("released", True)))
+            for config in (kept, released):
+                self.run_ok(config)
+            self.assertEqual(self.losses(released), self.losses(kept))
+            self.assertEqual(self.bits(released), self.bits(kept))
+
+    def test_masks_and_documents_train_on_ranks_as_on_one(self):
+        losses = []
+        for ranks in (1, 2):
+            config = self.config(f"documents-{ranks}", "fp32", DEEPSEEK, split=(ranks, ranks, 0) if ranks > 1 else (1, 0, 0),
+                                 training={"micro_batch_size": 1}, data={"documents": "separate", "document_start": 3})
+            self.run_ok(config, ranks=ranks)
+            losses.append(self.losses(config))
+        for loss, wanted in zip(*losses, strict=True):
+            self.assertAlmostEqual(loss, wanted, places=5)
+
+    def test_an_export_comes_back_with_the_same_loss(self):
+        divided = {**EXPERTS, "normalize_weights": True}
+        for family, moe, qk_norm in (("olmoe", EXPERTS, "full"), ("qwen3_moe", divided, "per_head"), ("mixtral", divided, "none"),
+                                     ("dots1", {**DEEPSEEK, "shared_width": 64}, "per_head")):
+            with self.subTest(family=family):
+                config = self.config(family, "bf16", moe)
+                config["model"].update(qk_norm=qk_norm, tie_embeddings=False)
+                self.run_ok(config)
+                self.assert_exit(parka("export", self.path(family), "--family", family, "--out", self.path(family + "-hf")), 0)
+                self.assert_exit(parka("import", self.path(family + "-hf"), "--out", self.path(family + "-in")), 0)
+                losses = []
+                for model in (family, family + "-in"):
+                    result = parka("eval", self.path(model), "--data", self.path("held_out.npy"), "--set", f"data.sequence_length={SEQUENCE}",
+                                   "--json")
+                    self.assert_exit(result, 0)
+                    losses.append(json.loads(result.stdout)["loss"])
+                self.assertEqual(*losses)
+
+    def test_adapters_go_on_beside_experts_of_any_base(self):
+        """Of a stopped run, with the same bits; the router is frozen with the rest."""
+        start = self.config("start", moe=DEEPSEEK)
+        self.run_ok(start)
+        for base in ("compute", "fp8", "nf4"):
+            with self.subTest(base=base):
+                runs = []
+                for name in ("straight", "stopped"):
+                    config = self.config(f"{base}-{name}", moe=DEEPSEEK, training={"router_bias_rate": 0},
+                                         finetune={"method": "lora", "rank": 4, "targets": ["q_proj", "v_proj", "down_proj"], "base": base})
+                    config["checkpoint"].update(init_from=start["checkpoint"]["folder"], interval=3)
+                    for steps in (STEPS,) if name == "straight" else (3, STEPS):
+                        config["training"]["steps"] = steps
+                        self.run_ok(config)
+                    self.assertFalse(self.tensors(config, ".router"))
+                    runs.append((self.losses(config), self.bits(config)))
+                self.assertEqual(*runs)
 
     def test_memory_depends_on_no_routing(self):
         """A router of zeros gives every token to the first two experts."""
@@ -181,6 +346,9 @@ class Moe(RunFolder):
                               ("distributed.zero_stage", {"distributed": {"zero_stage": 3}}),
                               ("precision.offload_weights", {"precision": {"offload_weights": True}, "optimizer": {"offload": True}}),
                               ("training.balance_form", {"training": {"balance_loss": 0, "balance_form": "pooled"}}),
+                              ("finetune.targets", {"finetune": {"method": "lora"}}),
+                              ("training.router_bias_rate",
+                               {"model": {"moe": DEEPSEEK}, "finetune": {"method": "lora"}, "training": {"router_bias_rate": 0.01}}),
                               ("training.balance_loss", {"model": {"moe": {}}})):
             with self.subTest(key=key, sections=sections):
                 config = self.config("refused", **sections)

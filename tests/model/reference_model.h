@@ -1,5 +1,7 @@
 #pragma once
+#include <algorithm>
 #include <cmath>
+#include <map>
 #include <string>
 #include <utility>
 #include <vector>
@@ -37,9 +39,14 @@ class ReferenceModel {
   ReferenceModel(const ModelConfig& config, const ParameterTable& table, std::vector<Vector>& weights)
       : c_(config), table_(table), weights_(weights) {}
 
-  // The mean over all targets that count.
-  double loss(const std::vector<int32_t>& tokens, const std::vector<int32_t>& targets, int64_t S) const {
+  struct Loss {
+    double of_targets = 0;  // the mean over all that count
+    double of_routers = 0;
+  };
+  Loss loss(const std::vector<int32_t>& tokens, const std::vector<int32_t>& targets, int64_t S,
+            const RouterLosses& router = {}) const {
     double sum = 0, count = 0;
+    Routed routed;
     for (int64_t first = 0; first < static_cast<int64_t>(tokens.size()); first += S) {
       std::vector<Vector> x;
       for (int64_t s = 0; s < S; ++s) {
@@ -49,7 +56,7 @@ class ReferenceModel {
           for (double& v : x.back()) v *= std::sqrt(static_cast<double>(c_.d_model));
         }
       }
-      for (int64_t l = 0; l < c_.num_layers; ++l) block(x, "blocks." + std::to_string(l) + ".");
+      for (int64_t l = 0; l < c_.num_layers; ++l) block(x, "blocks." + std::to_string(l) + ".", routed);
       for (int64_t s = 0; s < S; ++s) {
         if (targets[first + s] == kIgnoreTarget) continue;
         const Vector logits = times(weight("head"), normalized(x[s], weight("final_norm")));
@@ -59,10 +66,36 @@ class ReferenceModel {
         count += 1;
       }
     }
-    return sum / count;
+    return {sum / count, router_loss(routed, router, static_cast<double>(tokens.size()))};
   }
 
  private:
+  // What the router of a block has done, block by block.
+  struct Load {
+    Vector chosen, scores;  // tokens that chose each expert, and the sum of its scores
+    double squared_lse = 0;
+  };
+  using Routed = std::map<std::string, Load>;
+
+  double router_loss(const Routed& routed, const RouterLosses& router, double tokens) const {
+    const auto E = static_cast<double>(c_.moe.num_experts), k = static_cast<double>(c_.moe.experts_per_token);
+    const auto blocks = static_cast<double>(routed.size());
+    double loss = 0;
+    Vector chosen(static_cast<size_t>(c_.moe.num_experts)), scores(chosen);
+    for (const auto& [prefix, load] : routed) {
+      loss += router.z * load.squared_lse / tokens;
+      for (size_t e = 0; e < chosen.size(); ++e) {
+        if (!router.is_pooled) loss += router.balance * E * load.chosen[e] / (k * tokens) * load.scores[e] / tokens;
+        chosen[e] += load.chosen[e];
+        scores[e] += load.scores[e];
+      }
+    }
+    for (size_t e = 0; router.is_pooled && e < chosen.size(); ++e) {
+      loss += router.balance * E * chosen[e] / (tokens * blocks) * scores[e] / (tokens * blocks);
+    }
+    return loss;
+  }
+
   const Vector& weight(const std::string& name) const {
     return weights_[static_cast<size_t>(table_.index_of(name))];
   }
@@ -121,7 +154,77 @@ class ReferenceModel {
     return qkv;
   }
 
-  void block(std::vector<Vector>& x, const std::string& prefix) const {
+  // The feed-forward of these matrices, [2 f, d] from `up_gate` on and [d, f].
+  Vector feed_forward(const Vector& x, const Vector& up_gate, const Vector& down) const {
+    const Vector projected = times(up_gate, x);
+    Vector product(projected.size() / 2);
+    for (size_t i = 0; i < product.size(); ++i)
+      product[i] = projected[i] * activated(projected[product.size() + i]);
+    return times(down, product);
+  }
+
+  static std::vector<size_t> largest(const Vector& values, const std::vector<size_t>& of, int64_t count) {
+    std::vector<size_t> order = of;
+    std::stable_sort(order.begin(), order.end(), [&](size_t a, size_t b) { return values[a] > values[b]; });
+    order.resize(static_cast<size_t>(count));
+    return order;
+  }
+
+  Vector mixture(const Vector& x, const std::string& prefix, Load& load) const {
+    const MoeConfig& moe = c_.moe;
+    const auto E = static_cast<size_t>(moe.num_experts), in_group = E / static_cast<size_t>(moe.groups);
+    const Vector l = times(weight(prefix + "router"), x);
+    double total = 0, of_all = 0;
+    for (const double v : l) total += std::exp(v);
+    Vector p;
+    for (const double v : l)
+      p.push_back(moe.score == RouterScore::kSoftmax ? std::exp(v) / total : 1 / (1 + std::exp(-v)));
+    for (const double v : p) of_all += v;
+    Vector c = p;
+    for (size_t e = 0; moe.correction_bias && e < E; ++e) c[e] += weight(prefix + "router_bias")[e];
+    Vector group_scores;
+    std::vector<size_t> groups, candidates;
+    for (size_t g = 0; g < E / in_group; ++g) {
+      Vector own(c.begin() + static_cast<int64_t>(g * in_group),
+                 c.begin() + static_cast<int64_t>((g + 1) * in_group));
+      std::sort(own.rbegin(), own.rend());
+      group_scores.push_back(own[0] + (in_group > 1 ? own[1] : 0));
+      groups.push_back(g);
+    }
+    groups = largest(group_scores, groups, moe.groups_kept);
+    for (size_t e = 0; e < E; ++e) {
+      if (std::find(groups.begin(), groups.end(), e / in_group) != groups.end()) candidates.push_back(e);
+    }
+    const std::vector<size_t> chosen = largest(c, candidates, moe.experts_per_token);
+
+    double sum = 0;
+    for (const size_t e : chosen) sum += p[e];
+    Vector y(x.size());
+    if (moe.shared_width > 0) {
+      y = feed_forward(x, weight(prefix + "shared.up_gate"), weight(prefix + "shared.down"));
+    }
+    for (const size_t e : chosen) {
+      const double w = p[e] / (moe.normalize_weights ? sum : 1) * moe.weight_scaling;
+      const Vector out =
+          feed_forward(x, of_expert(prefix + "experts.up_gate", e), of_expert(prefix + "experts.down", e));
+      for (size_t i = 0; i < y.size(); ++i) y[i] += w * out[i];
+    }
+
+    load.chosen.resize(E);
+    load.scores.resize(E);
+    for (const size_t e : chosen) load.chosen[e] += 1;
+    for (size_t e = 0; e < E; ++e) load.scores[e] += p[e] / of_all;
+    load.squared_lse += std::pow(std::log(total), 2);
+    return y;
+  }
+  Vector of_expert(const std::string& name, size_t e) const {
+    const Vector& all = weight(name);
+    const auto size = static_cast<int64_t>(all.size()) / c_.moe.num_experts;
+    const auto begin = all.begin() + static_cast<int64_t>(e) * size;
+    return {begin, begin + size};
+  }
+
+  void block(std::vector<Vector>& x, const std::string& prefix, Routed& routed) const {
     const int64_t D = c_.head_dim(), H = c_.num_heads, Hkv = c_.kv_heads(), S = static_cast<int64_t>(x.size());
     std::vector<Vector> all;
     for (int64_t s = 0; s < S; ++s) all.push_back(qkv(x[s], s, prefix));
@@ -142,13 +245,11 @@ class ReferenceModel {
         }
       }
       add(x[s], times(weight(prefix + "attention_out"), out), prefix + "attention_post_norm");
-      const Vector up_gate = times(weight(prefix + "up_gate"), in_front(x[s], prefix + "ffn_norm"));
-      Vector product(static_cast<size_t>(c_.d_ffn));
-      for (int64_t i = 0; i < c_.d_ffn; ++i) {
-        const double gate = up_gate[c_.d_ffn + i];
-        product[i] = up_gate[i] * activated(gate);
-      }
-      add(x[s], times(weight(prefix + "down"), product), prefix + "ffn_post_norm");
+      const Vector y = in_front(x[s], prefix + "ffn_norm");
+      add(x[s],
+          has(prefix + "router") ? mixture(y, prefix, routed[prefix])
+                                 : feed_forward(y, weight(prefix + "up_gate"), weight(prefix + "down")),
+          prefix + "ffn_post_norm");
     }
   }
 
@@ -172,8 +273,9 @@ inline std::vector<float> test_weight(const ParameterInfo& p, size_t index) {
   return values;
 }
 
-// The loss in fp32, and every gradient against central differences of the loss in float64, on every device.
-inline void check_against_float64(const ModelConfig& config) {
+// The loss in fp32, and every gradient against central differences of the loss in float64, on every device. No two
+// experts may be so near that a difference changes the choice.
+inline void check_against_float64(const ModelConfig& config, const RouterLosses& router = {}) {
   constexpr BatchShape shape{2, 6};
   const ParameterTable table = make_parameter_table(config, false);
   std::vector<Vector> weights;
@@ -184,10 +286,14 @@ inline void check_against_float64(const ModelConfig& config) {
   const std::vector<int32_t> tokens = random_tokens(shape.num_tokens(), config.vocab_size, 5);
   const std::vector<int32_t> targets = next_token_targets(tokens, shape.sequence_length);
   const ReferenceModel reference(config, table, weights);
-  const auto loss = [&] { return reference.loss(tokens, targets, shape.sequence_length); };
-  const double want_loss = loss();
+  const auto loss = [&] {
+    const auto [of_targets, of_routers] = reference.loss(tokens, targets, shape.sequence_length, router);
+    return of_targets + of_routers;
+  };
+  const double want_loss = reference.loss(tokens, targets, shape.sequence_length).of_targets;
   std::vector<std::vector<float>> want(weights.size());
   for (size_t p = 0; p < weights.size(); ++p) {
+    if (!table.all[p].trainable) continue;
     for (double& w : weights[p]) {
       constexpr double kStep = 1e-5;
       const double value = w;
@@ -206,11 +312,12 @@ inline void check_against_float64(const ModelConfig& config) {
     m.model.weights_changed(*device);
     const auto scale =
         static_cast<float>(1.0 / static_cast<double>(shape.num_sequences * (shape.sequence_length - 1)));
-    m.model.accumulate_gradients(*device, {tokens.data(), targets.data(), shape}, {.grad_scale = scale},
-                                 m.gradients, Model::Accumulation::kBegin);
+    m.model.accumulate_gradients(*device, {tokens.data(), targets.data(), shape},
+                                 {.grad_scale = scale, .router = router}, m.gradients, Model::Accumulation::kBegin);
     CAPTURE(device->name());
     CHECK(std::abs(mean_loss(m.model.losses(*device), targets) - want_loss) < 1e-5 * want_loss);
     for (size_t p = 0; p < weights.size(); ++p) {
+      if (!table.all[p].trainable) continue;
       CAPTURE(table.all[p].name);
       CHECK(relative_error(m.gradient(p), want[p]) < 1e-4);
     }
