@@ -156,10 +156,14 @@ int64_t ParameterTable::num_parameters() const {
   return sum;
 }
 
-int64_t ParameterTable::num_compute_parameters() const {
+int64_t ParameterTable::num_active_parameters() const {
   int64_t sum = 0;
   for (const ParameterInfo& p : all) sum += p.active_numel();
-  return ties_head() ? sum : sum - all[static_cast<size_t>(embedding)].numel();
+  return sum;
+}
+
+int64_t ParameterTable::num_compute_parameters() const {
+  return num_active_parameters() - (ties_head() ? 0 : all[static_cast<size_t>(embedding)].numel());
 }
 
 std::vector<int> ParameterTable::unit(int index) const {

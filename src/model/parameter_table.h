@@ -61,8 +61,8 @@ struct ParameterTable {
   bool is_trainable(int index) const { return index >= 0 && all[static_cast<size_t>(index)].trainable; }
 
   int64_t num_parameters() const;
-  // Those that a token goes through, without the input embedding (a tied table counts, as the head): what FLOPs per
-  // token are counted from.
+  int64_t num_active_parameters() const;  // those that a token uses: its experts alone
+  // Those without the input embedding (a tied table counts, as the head): what FLOPs per token are counted from.
   int64_t num_compute_parameters() const;
 
  private:

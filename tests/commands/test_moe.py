@@ -322,6 +322,11 @@ class Moe(RunFolder):
         self.run_ok(skewed)
         self.assertTrue(all(loss < 20 for loss in self.losses(skewed)))
 
+    def test_a_plan_tells_what_a_token_uses(self):
+        result = parka("plan", os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "configs", "olmoe-1b-7b.json"))
+        self.assert_exit(result, 0)
+        self.assertRegex(result.stdout, r"(?m)^6\.92B .* 1\.28B$")
+
     def test_evaluation_and_generation_read_the_experts(self):
         config = self.config("run", "bf16", training={"eval_interval": 3}, data={"eval": [self.path("held_out.npy")]})
         config["model"]["vocab_size"] = 272  # a byte vocabulary

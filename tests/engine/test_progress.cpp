@@ -17,6 +17,21 @@ TEST_CASE("FLOP per token follow the documented formula", "[engine]") {
   CHECK(flop_per_token(olmo_1b, table, 2048) == 6.0 * 1'176'764'416 + 6.0 * 16 * 2048 * 2048);
 }
 
+TEST_CASE("a mixture counts the experts that a token uses", "[engine]") {
+  const Config olmoe = load_config(PARKA_SOURCE_DIR "/configs/olmoe-1b-7b.json", {});
+  const ParameterTable table = make_parameter_table(olmoe.model, false);
+  // Of each block: queries, keys, values, output; router; 8 experts of up, gate and down; norms, those of q and k
+  // too.
+  const double block = 4 * 2048 * 2048 + 64 * 2048 + 8 * 3 * 1024 * 2048 + 4 * 2048, vocabulary = 50304.0 * 2048;
+  const double active = 16 * block + 2048 + vocabulary;
+  CHECK(flop_per_token(olmoe.model, table, 4096) == 6 * active + 6.0 * 16 * 4096 * 2048);
+  CHECK(std::abs(flop_per_token(olmoe.model, table, 4096) - 7.88e9) < 0.005e9);
+  CHECK(static_cast<double>(table.num_active_parameters()) == active + vocabulary);
+  CHECK(parameters_text(table) == "6.92B parameters, of which a token uses 1.28B");
+  const ModelConfig dense;
+  CHECK(parameters_text(make_parameter_table(dense, false)) == "1.18B parameters");
+}
+
 TEST_CASE("FLOP of images are counted by what of them is trained", "[engine][vision]") {
   const Config llava = load_config(PARKA_SOURCE_DIR "/configs/llava-1.5-7b-bench.json", {});
   Config text = llava;

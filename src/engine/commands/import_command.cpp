@@ -91,8 +91,7 @@ class Importer {
   }
 
   std::string description() const {
-    return fmt::format("{} parameters, kept in {}", format_count(static_cast<double>(table_.num_parameters())),
-                       name_of(targets_.front().entry.dtype));
+    return fmt::format("{}, kept in {}", parameters_text(table_), name_of(targets_.front().entry.dtype));
   }
 
  private:

@@ -10,6 +10,8 @@
 #include "engine/config/config_io.h"
 #include "engine/planning/memory_advice.h"
 #include "engine/planning/step_model.h"
+#include "engine/training/progress.h"
+#include "model/parameter_table.h"
 
 namespace parka {
 namespace {
@@ -32,6 +34,7 @@ void print_table(const Config& config, const GpuPlan& plan, int64_t num_gpus) {
                                                         sharing_ranks(config), config.distributed.zero_stage);
   fmt::print("recipe {}, {} x {} tokens on {}\n", name_of(config.precision.recipe),
              config.training.micro_batch_size, config.data.sequence_length, where);
+  if (config.model.moe.exists()) fmt::print("{}\n", parameters_text(make_parameter_table(config.model, false)));
   if (num_gpus > 1) std::printf("%-30s %12s %12s %9s\n", "", "one alone", "each", "share");
   GpuPlan::Line other{"other", 0, 0}, planned{"planned", 0, 0};
   const GpuPlan::Line context{"CUDA context and libraries", context_bytes(1), context_bytes(num_gpus)};

@@ -18,6 +18,14 @@ std::string format_count(double value) {
   return i == 0 ? fmt::format("{:.0f}", value) : fmt::format("{:.3g}{}", value, kSuffix[i]);
 }
 
+std::string parameters_text(const ParameterTable& table) {
+  const int64_t all = table.num_parameters(), active = table.num_active_parameters();
+  const std::string text = format_count(static_cast<double>(all)) + " parameters";
+  return active == all
+             ? text
+             : fmt::format("{}, of which a token uses {}", text, format_count(static_cast<double>(active)));
+}
+
 std::string format_duration(double seconds) {
   const auto total = static_cast<int64_t>(std::llround(std::fmin(std::fmax(seconds, 0.0), 1e15)));
   const int64_t h = total / 3600, m = total / 60 % 60, s = total % 60;

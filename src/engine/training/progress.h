@@ -6,12 +6,15 @@
 
 #include "engine/training/speed.h"
 #include "engine/training/training_run.h"
+#include "model/parameter_table.h"
 
 namespace parka {
 
 std::string format_count(double value);       // 1234567 -> "1.23M"
 std::string format_duration(double seconds);  // 4000 -> "1h06m"
-double steady_seconds();                      // of a clock that never goes back
+// "6.92B parameters, of which a token uses 1.28B", or without the second number where it uses all.
+std::string parameters_text(const ParameterTable& table);
+double steady_seconds();  // of a clock that never goes back
 
 // Makes progress lines from step reports. Speed is that of the steps since the previous line, by the device's time.
 // The time left is based on the wall clock, so saves and evaluation count.

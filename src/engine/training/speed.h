@@ -7,16 +7,17 @@
 namespace parka {
 
 inline constexpr const char* kFlopFormula =
-    "6 x parameters without input embedding + 6 x layers x sequence x width";
+    "6 x active parameters without input embedding + 6 x layers x sequence x width";
 inline constexpr const char* kWindowedFlopFormula =
-    "6 x parameters without input embedding + 6 x width x (sequence, or W (2 - W / sequence) with a window W, summed "
-    "over layers)";
+    "6 x active parameters without input embedding + 6 x width x (sequence, or W (2 - W / sequence) with a window W, "
+    "summed over layers)";
 
 inline constexpr const char* kImagesFlopFormula =
-    "2 x parameters without input embedding + 2 x those through which gradients pass + 2 x those trained + attention; "
-    "tower and projector likewise, for data.images_per_sequence images in each sequence, blank ones too";
+    "2 x active parameters without input embedding + 2 x those through which gradients pass + 2 x those trained + "
+    "attention; tower and projector likewise, for data.images_per_sequence images in each sequence, blank ones too";
 inline constexpr const char* kFrozenFlopFormula =
-    "2 x parameters without input embedding + 2 x those through which gradients pass + 2 x those trained + attention";
+    "2 x active parameters without input embedding + 2 x those through which gradients pass + 2 x those trained + "
+    "attention";
 
 // Model FLOP per trained token by these formulas, whose second term is causal attention counted once. Forward and
 // backward, without recomputation. Weight gradients of frozen parameters are not counted, nor is backward below the
