@@ -21,6 +21,7 @@ Curves in TensorBoard, W&B and MLflow:
     telemetry/TENSOR/error/median, .../max, ...   docs/telemetry.md, kind "quantization": over the blocks
     telemetry/PARAMETER/MOMENT/k/median, ...      kind "moments": quartiles and mean of k, each the median over the blocks
     telemetry/attention_backward/imbalance/max, ...   kind "attention": over the blocks
+    telemetry/routing/expert_load/max, ...        kind "routing": over the blocks
 
 Medians of an even number of blocks are the upper of the two in the middle. Numbers that were not finite are left out;
 train/applied is 0 where a step was skipped. TensorBoard has numbers in fp32: those that are too large for it (beyond 3.4e38) are

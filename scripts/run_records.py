@@ -5,7 +5,7 @@ import math
 
 # Keys that records of a kind have besides their step.
 KEYS = {"eval": ("loss",), "eval_set": ("set", "loss"), "task": ("task", "metric", "score"), "quantization": ("tensors",),
-        "moments": ("parameters",), "attention": ("blocks",), "warning": ("about", "raised")}
+        "moments": ("parameters",), "attention": ("blocks",), "routing": ("blocks",), "warning": ("about", "raised")}
 
 
 def is_number(value):
@@ -59,6 +59,7 @@ OF_KIND = {
     "quantization": {"tensors": object_of(lambda tensor: BLOCKS(tensor) and "error" in tensor)},
     "moments": {"parameters": object_of(object_of(object_of(BLOCKS)))},
     "attention": {"blocks": BLOCKS},
+    "routing": {"blocks": BLOCKS},
     "warning": {"about": is_text, "raised": is_flag},
 }
 

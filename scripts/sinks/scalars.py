@@ -62,6 +62,7 @@ SCALARS = {
     "quantization": quantization,
     "moments": moments,
     "attention": lambda record: over_blocks(record["blocks"], "telemetry/attention_backward"),
+    "routing": lambda record: over_blocks(record["blocks"], "telemetry/routing"),
 }
 
 

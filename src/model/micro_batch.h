@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <limits>
 #include <string>
 
 #include "core/accumulation.h"
@@ -48,6 +49,16 @@ struct LossOptions {
   TensorView grad_factor = {};  // [1] fp32, in: multiplies grad_scale, and may change where that is recorded
   TensorView sums = {};         // [Model::num_sums()] fp32, in/out: see there; empty: not wanted
   RouterLosses router = {};
+};
+
+// What the router of a block did in a step, over all micro-batches and ranks; NaN in a block without experts.
+struct ExpertUse {
+  double load = kNone;     // slots of the busiest expert, over their mean
+  double idle = kNone;     // share of experts without a slot
+  double entropy = kNone;  // of the experts' shares of slots, 1 where all are equal
+  double balance_loss = kNone, z_loss = kNone;
+
+  static constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
 };
 
 // A number that a step reports: a key of its record in metrics.jsonl.

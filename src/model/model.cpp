@@ -148,8 +148,24 @@ int64_t Model::num_sums() const {
 std::vector<StepScalar> Model::scalars(const std::vector<float>& sums, int64_t num_targets) const {
   std::vector<StepScalar> scalars = {
       {"loss", num_targets == 0 ? 0.0 : double{sums.front()} / static_cast<double>(num_targets)}};
-  if (config_.moe.exists()) RouterLoads(config_).report(std::span(sums).subspan(1), config_.moe, scalars);
+  if (!config_.moe.exists()) return scalars;
+  constexpr std::pair<const char*, double ExpertUse::*> kMeans[] = {{"expert_load", &ExpertUse::load},
+                                                                    {"idle_experts", &ExpertUse::idle},
+                                                                    {"expert_entropy", &ExpertUse::entropy},
+                                                                    {"balance_loss", &ExpertUse::balance_loss},
+                                                                    {"router_z_loss", &ExpertUse::z_loss}};
+  const std::vector<ExpertUse> blocks = expert_use(sums);
+  const auto with_experts = std::span(blocks).subspan(static_cast<size_t>(config_.moe.dense_layers));
+  for (const auto& [name, number] : kMeans) {
+    double sum = 0;
+    for (const ExpertUse& block : with_experts) sum += block.*number;
+    scalars.push_back({name, sum / static_cast<double>(with_experts.size())});
+  }
   return scalars;
+}
+
+std::vector<ExpertUse> Model::expert_use(const std::vector<float>& sums) const {
+  return RouterLoads(config_).of_blocks(std::span(sums).subspan(1), config_.moe);
 }
 
 int64_t Model::host_bytes(const MemoryPlan& plan) const {

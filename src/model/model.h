@@ -107,6 +107,7 @@ class Model {
   // many targets reports of their sums over its micro-batches and all ranks, the loss first.
   int64_t num_sums() const;
   std::vector<StepScalar> scalars(const std::vector<float>& sums, int64_t num_targets) const;
+  std::vector<ExpertUse> expert_use(const std::vector<float>& sums) const;  // of each block; empty without experts
 
   // Host memory that bind() takes for offloaded blocks.
   int64_t host_bytes(const MemoryPlan& plan) const;

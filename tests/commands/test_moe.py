@@ -322,6 +322,19 @@ class Moe(RunFolder):
         self.run_ok(skewed)
         self.assertTrue(all(loss < 20 for loss in self.losses(skewed)))
 
+    def test_telemetry_has_the_loads_of_each_block(self):
+        config = self.config("loads", moe=DEEPSEEK, telemetry={"interval": 3})
+        self.run_ok(config)
+        steps = {record["step"]: record for record in metrics(self.path("loads"), "train")}
+        records = metrics(self.path("loads"), "routing")
+        self.assertEqual([record["step"] for record in records], [3, 6])
+        for record in records:
+            self.assertEqual(set(record["blocks"]), {"expert_load", "idle_experts", "expert_entropy"})
+            for key, (dense, *blocks) in record["blocks"].items():
+                self.assertIsNone(dense)
+                self.assertEqual(len(blocks), 2)
+                self.assertAlmostEqual(sum(blocks) / 2, steps[record["step"]][key], places=3)
+
     def test_a_plan_tells_what_a_token_uses(self):
         result = parka("plan", os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "configs", "olmoe-1b-7b.json"))
         self.assert_exit(result, 0)

@@ -44,6 +44,10 @@ def attention_record(step):
     return {"kind": "attention", "step": step, "sampled_tokens": 32, "blocks": {"imbalance": [0.001, None, 0.03, 0.002]}}
 
 
+def routing_record(step):
+    return {"kind": "routing", "step": step, "blocks": {"expert_load": [None, 1.5, 1.25, 2.0]}}
+
+
 def warning_record(step, raised=True):
     return {"kind": "warning", "step": step, "about": "attention", "raised": raised, "block": 2, "imbalance": 0.03, "limit": 0.01}
 

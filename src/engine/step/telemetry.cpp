@@ -123,6 +123,16 @@ ordered_json moment_records(const std::vector<TelemetryReport::Moment>& moments,
 
 }  // namespace
 
+ordered_json routing_record(const std::vector<ExpertUse>& blocks, int64_t step) {
+  ordered_json lists;
+  for (const ExpertUse& block : blocks) {
+    lists["expert_load"].push_back(rounded(block.load));
+    lists["idle_experts"].push_back(rounded(block.idle));
+    lists["expert_entropy"].push_back(rounded(block.entropy));
+  }
+  return {{"kind", "routing"}, {"step", step}, {"blocks", std::move(lists)}};
+}
+
 double imbalance(const AttentionTotals& totals) {
   if (totals.rows == 0) return kNoNumber;
   return totals.sum_norm == 0 ? 0.0 : double{totals.sum_norm} / totals.delta_norm;

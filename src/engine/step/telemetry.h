@@ -12,6 +12,7 @@
 #include "kernels/device/arena.h"
 #include "kernels/ops/attention/attention.h"
 #include "kernels/ops/quantize/quantization_statistics.h"
+#include "model/micro_batch.h"
 #include "model/model.h"
 #include "optim/optimizer.h"
 
@@ -39,6 +40,8 @@ double imbalance(const AttentionTotals& totals);
 // The report as records for the metrics, one "attention", and at most one "quantization" and one "moments".
 std::vector<ordered_json> telemetry_records(const TelemetryReport& report, int64_t step,
                                             const ParameterTable& table);
+// What routers did in that step, in a record "routing".
+ordered_json routing_record(const std::vector<ExpertUse>& blocks, int64_t step);
 
 // A report on its way to the host.
 class PendingTelemetry {

@@ -175,6 +175,7 @@ double RunRecords::write_step(const StepReport& report, const TrainingRun& run, 
   for (const auto& telemetry : telemetry_records(*report.telemetry, report.step, run.model().parameters())) {
     write(telemetry);
   }
+  if (!report.experts.empty()) write(routing_record(report.experts, report.step));
   if (const auto change = attention_watch_.add(report.telemetry->attention)) {
     write(warning_record(*change, report.step));
     log_line(change->raised ? LogLevel::kWarning : LogLevel::kInfo, warning_line(*change, report.step));

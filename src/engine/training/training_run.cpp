@@ -426,6 +426,7 @@ std::optional<StepReport> TrainingRun::finish() {
   step_began_at_ = report.finished;
   unfinished_.reset();
   report.scalars = declared_.model.scalars(result.sums, report.num_targets);
+  report.experts = declared_.model.expert_use(result.sums);
   report.loss = report.scalars.front().value;
   report.grad_norm = result.grad_norm;
   report.scalars.push_back({"grad_norm", report.grad_norm});

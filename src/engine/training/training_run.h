@@ -41,6 +41,7 @@ struct StepReport {
   double loss = 0;                  // mean over the global batch, nats per token, before the update
   double grad_norm = 0;             // before clipping
   std::vector<StepScalar> scalars;  // these two and all others that the step reports
+  std::vector<ExpertUse> experts;   // of each block of a mixture of experts
   double learning_rate = 0;
   // false: not finite, or a spike. Weights and states are unchanged, or see Optimizer::end_step() if released.
   bool applied = false;

@@ -23,34 +23,27 @@ void RouterLoads::add_up(const StepContext& step) const {
 }
 
 // The losses are those of the step as one micro-batch, before their weights: see RouterLosses.
-void RouterLoads::report(std::span<const float> loads, const MoeConfig& moe,
-                         std::vector<StepScalar>& scalars) const {
-  double largest = 0, idle = 0, entropy = 0, balance = 0, z = 0;
+std::vector<ExpertUse> RouterLoads::of_blocks(std::span<const float> loads, const MoeConfig& moe) const {
+  std::vector<ExpertUse> blocks(exists() ? static_cast<size_t>(moe.dense_layers) : 0);
   const auto E = static_cast<double>(num_experts);
   for (int64_t block = 0; block < num_blocks; ++block) {
     const auto of_block = loads.subspan(static_cast<size_t>(block * columns()), static_cast<size_t>(columns()));
-    double slots = 0, most = 0;
+    ExpertUse& use = blocks.emplace_back();
+    double slots = 0, most = 0, idle = 0;
     for (int64_t e = 0; e < num_experts; ++e) {
       slots += of_block[e];
       most = std::max(most, double{of_block[e]});
-      if (of_block[e] == 0) idle += 1 / E;
+      if (of_block[e] == 0) ++idle;
     }
-    if (slots == 0) continue;
     const double tokens = slots / static_cast<double>(moe.experts_per_token);
-    largest += E * most / slots;
+    use = {E * most / slots, idle / E, num_experts == 1 ? 1.0 : 0.0, 0.0, of_block[2 * num_experts] / tokens};
     for (int64_t e = 0; e < num_experts; ++e) {
       const double share = of_block[e] / slots;
-      if (share > 0) entropy -= share * std::log(share) / std::log(E);
-      balance += E * share * of_block[num_experts + e] / tokens;
+      if (share > 0 && num_experts > 1) use.entropy -= share * std::log(share) / std::log(E);
+      use.balance_loss += E * share * of_block[num_experts + e] / tokens;
     }
-    z += of_block[2 * num_experts] / tokens;
   }
-  const auto blocks = static_cast<double>(num_blocks);
-  scalars.push_back({"expert_load", largest / blocks});
-  scalars.push_back({"idle_experts", idle / blocks});
-  scalars.push_back({"expert_entropy", num_experts == 1 ? 1.0 : entropy / blocks});
-  scalars.push_back({"balance_loss", balance / blocks});
-  scalars.push_back({"router_z_loss", z / blocks});
+  return blocks;
 }
 
 void Moe::add_parameters(ParameterList& list, const ModelConfig& model, const std::string& prefix, double depth) {

@@ -32,8 +32,9 @@ struct RouterLoads {
   int64_t columns() const { return 2 * num_experts + 1; }
   // Adds up the loads of all blocks. After forward.
   void add_up(const StepContext& step) const;
-  // Appends what the loads of a step say, [blocks, 2 E + 1] summed over micro-batches and ranks: means over blocks.
-  void report(std::span<const float> loads, const MoeConfig& moe, std::vector<StepScalar>& scalars) const;
+  // What the loads of a step say, [blocks with experts, 2 E + 1] summed over micro-batches and ranks: of every
+  // block.
+  std::vector<ExpertUse> of_blocks(std::span<const float> loads, const MoeConfig& moe) const;
 };
 
 // out[t] = sum over the k experts e of token t of weight_te * expert_e(x_t), + shared(x_t): a mixture of experts of
