@@ -335,6 +335,24 @@ class Moe(RunFolder):
                 self.assertEqual(len(blocks), 2)
                 self.assertAlmostEqual(sum(blocks) / 2, steps[record["step"]][key], places=3)
 
+    def test_a_collapse_is_warned_of_once_and_a_sound_run_is_silent(self):
+        """A router of zeros gives every token to the first two experts."""
+        steps = {"training": {"steps": 60, "log_interval": 60}, "checkpoint": {"interval": 60}}
+        sound, collapsed = (self.config(name, **steps) for name in ("sound", "collapsed"))
+        for config in (sound, collapsed):
+            config["optimizer"]["schedule"].update(total_steps=60, warmup_steps=5)
+        collapsed["optimizer"]["frozen"] = ["*router"]
+        collapsed["model"].update(init="normal", init_std=1e-30)
+        self.assertNotIn("routing collapses", self.run_ok(sound).stderr)
+        self.assertEqual(metrics(self.path("sound"), "warning"), [])
+        lines = [line for line in self.run_ok(collapsed).stderr.splitlines() if "routing collapses" in line]
+        self.assertEqual(len(lines), 2)
+        for line, record, (key, value) in zip(lines, metrics(self.path("collapsed"), "warning"),
+                                              (("expert_load", 4), ("idle_experts", 0.75)), strict=True):
+            self.assertIn("training.balance_loss", line)
+            self.assertIn(f"in block {record['block']} ", line)
+            self.assertEqual((record["about"], record["step"], record["raised"], record[key]), (key, 55, True, value))
+
     def test_a_plan_tells_what_a_token_uses(self):
         result = parka("plan", os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "..", "configs", "olmoe-1b-7b.json"))
         self.assert_exit(result, 0)

@@ -121,6 +121,14 @@ ordered_json moment_records(const std::vector<TelemetryReport::Moment>& moments,
   return records;
 }
 
+// A fresh router may be far from balance for some tens of steps.
+constexpr int kStepsOfCollapse = 50;
+
+// The load of the busiest expert where all tokens choose it, over the mean.
+double largest_load(const MoeConfig& moe) {
+  return moe.exists() ? static_cast<double>(moe.num_experts) / static_cast<double>(moe.experts_per_token) : 1.0;
+}
+
 }  // namespace
 
 ordered_json routing_record(const std::vector<ExpertUse>& blocks, int64_t step) {
@@ -229,41 +237,60 @@ PendingTelemetry Telemetry::queue(Device& device, const Model& model, const Opti
   return {std::move(report), read(tensors), read(attention), read(counts_), read(amax_)};
 }
 
-AttentionWatch::AttentionWatch(const Config& config)
-    : AttentionWatch(config.model.qk_norm == QkNormKind::kNone ? 0.01 : 0.1) {}
+BlockWatch BlockWatch::of_attention(const Config& config) {
+  const double limit = config.model.qk_norm == QkNormKind::kNone ? 0.01 : 0.1;
+  constexpr Kind kKind = {
+      .about = "attention",
+      .key = "imbalance",
+      .raised =
+          "step {}: the gradients of attention's scores do not add up to zero: imbalance {:.3g} in block {} "
+          "(more than {:g}); such a run may follow a good one for long and then diverge: see docs/telemetry.md",
+      .lifted = "step {}: the gradients of attention's scores add up to zero again: imbalance {:.3g} in block {}",
+      .reports = 3};
+  return {kKind, limit, limit / 2};
+}
 
-std::optional<AttentionWatch::Change> AttentionWatch::add(const std::vector<AttentionTotals>& blocks) {
-  Change largest = {!raised_, -1, -1.0, limit_};
-  for (size_t block = 0; block < blocks.size(); ++block) {
-    const double of_block = imbalance(blocks[block]);
-    if (of_block > largest.imbalance) largest = {!raised_, static_cast<int64_t>(block), of_block, limit_};
-  }
-  if (largest.block < 0) return std::nullopt;
-  const bool speaks_for = raised_ ? largest.imbalance < limit_ / 2 : largest.imbalance > limit_;
+// `share` of the way from `equal` loads to those where all tokens choose the same experts. Never lifted.
+BlockWatch BlockWatch::of_routing(const Config& config, const char* key, const char* raised, double share,
+                                  double equal, double same) {
+  const Kind kind = {key, key, raised, "", kStepsOfCollapse, config.optimizer.schedule.warmup_steps};
+  return {kind, equal + share * (same - equal), -1};
+}
+
+BlockWatch BlockWatch::of_expert_load(const Config& config) {
+  return of_routing(
+      config, "expert_load",
+      "step {}: routing collapses: the busiest expert has {:.3g} times the mean load in block {} (more "
+      "than {:.3g}); raise training.balance_loss or router_bias_rate: see docs/moe.md",
+      0.5, 1, largest_load(config.model.moe));
+}
+
+BlockWatch BlockWatch::of_idle_experts(const Config& config) {
+  return of_routing(config, "idle_experts",
+                    "step {}: routing collapses: a share {:.3g} of the experts has no token in block {} (more than "
+                    "{:.3g}); raise training.balance_loss or router_bias_rate: see docs/moe.md",
+                    0.25, 0, 1 - 1 / largest_load(config.model.moe));
+}
+
+std::optional<Warning> BlockWatch::add(std::span<const double> blocks, int64_t step) {
+  const auto largest = std::ranges::max_element(blocks, {}, [](double x) { return std::isnan(x) ? -1.0 : x; });
+  if (step <= kind_.warmup_steps || largest == blocks.end() || std::isnan(*largest)) return std::nullopt;
+  const bool speaks_for = raised_ ? *largest < lifted_below_ : *largest > raised_above_;
   in_a_row_ = speaks_for ? in_a_row_ + 1 : 0;
-  if (in_a_row_ < kReports) return std::nullopt;
+  if (in_a_row_ < kind_.reports) return std::nullopt;
   in_a_row_ = 0;
   raised_ = !raised_;
-  return largest;
-}
-
-ordered_json warning_record(const AttentionWatch::Change& change, int64_t step) {
-  return {{"kind", "warning"},       {"step", step},          {"about", "attention"},
-          {"raised", change.raised}, {"block", change.block}, {"imbalance", change.imbalance},
-          {"limit", change.limit}};
-}
-
-std::string warning_line(const AttentionWatch::Change& change, int64_t step) {
-  if (!change.raised) {
-    return fmt::format(
-        "step {}: the gradients of attention's scores add up to zero again: imbalance {:.3g} in block {}", step,
-        change.imbalance, change.block);
-  }
-  return fmt::format(
-      "step {}: the gradients of attention's scores do not add up to zero: imbalance {:.3g} in block {} "
-      "(more than {:g}); such a run may follow a good one for long and then diverge: see "
-      "docs/telemetry.md",
-      step, change.imbalance, change.block, change.limit);
+  const int64_t block = largest - blocks.begin();
+  return Warning{
+      raised_,
+      {{"kind", "warning"},
+       {"step", step},
+       {"about", kind_.about},
+       {"raised", raised_},
+       {"block", block},
+       {kind_.key, *largest},
+       {"limit", raised_above_}},
+      fmt::format(fmt::runtime(raised_ ? kind_.raised : kind_.lifted), step, *largest, block, raised_above_)};
 }
 
 }  // namespace parka

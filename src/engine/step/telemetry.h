@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <optional>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -81,34 +82,42 @@ class Telemetry {
   TensorView counts_, amax_;      // int32 [moments, kNumMomentExponents], fp32 [moments, 2]
 };
 
-// Warns of runs whose attention drifts (docs/telemetry.md): raised when the largest
-// imbalance of a block is above the limit in kReports reports in a row, and lifted when it is below half of the
-// limit in as many.
-class AttentionWatch {
+struct Warning {
+  bool raised;          // or lifted
+  ordered_json record;  // of kind "warning"
+  std::string line;     // for the log
+};
+
+// Watches a number of each block. Raises a warning when the largest is above a limit in so many reports in a row,
+// and lifts it when the largest is below another limit in as many.
+class BlockWatch {
  public:
-  static constexpr int kReports = 3;
+  // Of the imbalance() of attention (docs/telemetry.md). A norm of queries and keys bounds the scores, so with
+  // model.qk_norm the limit is ten times the usual 0.01.
+  static BlockWatch of_attention(const Config& config);
+  // Of a mixture's routing, step by step after the warm-up (docs/moe.md). Never lifted.
+  static BlockWatch of_expert_load(const Config& config);
+  static BlockWatch of_idle_experts(const Config& config);
 
-  struct Change {
-    bool raised;       // or lifted
-    int64_t block;     // with the largest imbalance
-    double imbalance;  // its own
-    double limit;
-  };
-
-  explicit AttentionWatch(double limit) : limit_(limit) {}
-  // A norm of queries and keys bounds the scores, so with model.qk_norm the limit is ten times the usual 0.01.
-  explicit AttentionWatch(const Config& config);
-  // The blocks of a report, in the order of the steps. Reports without a finite imbalance do not count.
-  std::optional<Change> add(const std::vector<AttentionTotals>& blocks);
+  // The numbers of a report, in the order of the steps. Reports without a finite number do not count.
+  std::optional<Warning> add(std::span<const double> blocks, int64_t step);
 
  private:
-  double limit_;
+  struct Kind {
+    const char *about, *key;      // in the record
+    const char *raised, *lifted;  // lines of a step, the number, its block and the limit
+    int reports;
+    int64_t warmup_steps = 0;  // whose reports do not count
+  };
+  static BlockWatch of_routing(const Config& config, const char* key, const char* raised, double share,
+                               double equal, double same);
+  BlockWatch(const Kind& kind, double raised_above, double lifted_below)
+      : kind_(kind), raised_above_(raised_above), lifted_below_(lifted_below) {}
+
+  Kind kind_;
+  double raised_above_, lifted_below_;
   bool raised_ = false;
   int in_a_row_ = 0;  // reports that speak for a change
 };
-
-// For a change after a step, the record of kind "warning", and the line for the terminal.
-ordered_json warning_record(const AttentionWatch::Change& change, int64_t step);
-std::string warning_line(const AttentionWatch::Change& change, int64_t step);
 
 }  // namespace parka

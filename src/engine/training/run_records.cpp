@@ -171,16 +171,29 @@ double RunRecords::write_step(const StepReport& report, const TrainingRun& run, 
   if (!run.config().data.weights.empty()) line["source_epochs"] = run.source_epochs(report.data);
   if (!report.culprit.empty()) line["culprit"] = report.culprit;
   write(line, report.finished);
+  const auto of_experts = [&](double ExpertUse::*number) {
+    std::vector<double> blocks;
+    for (const ExpertUse& block : report.experts) blocks.push_back(block.*number);
+    return blocks;
+  };
+  warn_of(expert_load_, of_experts(&ExpertUse::load), report.step);
+  warn_of(idle_experts_, of_experts(&ExpertUse::idle), report.step);
   if (!report.telemetry) return wall.goodput;
   for (const auto& telemetry : telemetry_records(*report.telemetry, report.step, run.model().parameters())) {
     write(telemetry);
   }
   if (!report.experts.empty()) write(routing_record(report.experts, report.step));
-  if (const auto change = attention_watch_.add(report.telemetry->attention)) {
-    write(warning_record(*change, report.step));
-    log_line(change->raised ? LogLevel::kWarning : LogLevel::kInfo, warning_line(*change, report.step));
-  }
+  std::vector<double> imbalances;
+  for (const AttentionTotals& block : report.telemetry->attention) imbalances.push_back(imbalance(block));
+  warn_of(attention_, imbalances, report.step);
   return wall.goodput;
+}
+
+void RunRecords::warn_of(BlockWatch& watch, std::span<const double> blocks, int64_t step) {
+  const std::optional<Warning> warning = watch.add(blocks, step);
+  if (!warning) return;
+  write(warning->record);
+  log_line(warning->raised ? LogLevel::kWarning : LogLevel::kInfo, warning->line);
 }
 
 void RunRecords::sync() {

@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <optional>
 #include <set>
+#include <span>
 #include <string>
 #include <vector>
 
@@ -35,7 +36,11 @@ class RunRecords {
  public:
   using Clock = std::chrono::steady_clock;
   RunRecords(const Config& config, Clock::time_point program_started)
-      : path_(config.checkpoint.folder + "/metrics.jsonl"), attention_watch_(config), begun_(program_started) {}
+      : path_(config.checkpoint.folder + "/metrics.jsonl"),
+        begun_(program_started),
+        attention_(BlockWatch::of_attention(config)),
+        expert_load_(BlockWatch::of_expert_load(config)),
+        idle_experts_(BlockWatch::of_idle_experts(config)) {}
 
   // Before it is opened: of a run that resumes after `step`, the evaluations of that step that are on record...
   std::set<std::string> read_earlier(int64_t step);
@@ -50,8 +55,8 @@ class RunRecords {
   // Writes a record with "time" and "wall_seconds" added. An Error(kIo) is deferred: the run ends once its state is
   // saved. From a deferred error on nothing is written, but what could not be waits for write_again.
   void write(ordered_json record, Clock::time_point when = Clock::now());
-  // The records of a step; of its telemetry, too, which may be a reason to warn. Returns the goodput: the share of
-  // the run's time so far, all starts together, that went into steps.
+  // The records of a step, of its telemetry, too, and of what it warns of. Returns the goodput: the share of the
+  // run's time so far, all starts together, that went into steps.
   double write_step(const StepReport& report, const TrainingRun& run, const ModelSpeed& speed,
                     double save_wait_seconds);
   // Writes what write() could not, once more: a disk that was full may have room again. What fails again is lost.
@@ -69,11 +74,11 @@ class RunRecords {
     double goodput = 0;
   };
   WallTime count_step(double step_seconds, int64_t tokens, Clock::time_point finished);
+  void warn_of(BlockWatch& watch, std::span<const double> blocks, int64_t step);
   void add_time(ordered_json& record, Clock::time_point when) const;
   double wall_seconds(Clock::time_point when) const { return std::chrono::duration<double>(when - begun_).count(); }
 
   const std::string path_;
-  AttentionWatch attention_watch_;
   DeferredError deferred_;
   RunHistory history_;  // of the starts before
   std::optional<MetricsLog> log_;
@@ -81,6 +86,7 @@ class RunRecords {
   Clock::time_point begun_;
   double step_seconds_ = 0;
   double last_step_ = 0;  // wall_seconds() when a step was counted last
+  BlockWatch attention_, expert_load_, idle_experts_;
 };
 
 }  // namespace parka
