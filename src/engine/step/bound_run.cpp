@@ -116,11 +116,11 @@ PendingStep BoundRun::update(int64_t update, double lr, const std::function<void
     queue_update(device_, optimizer, exchange_ ? &*exchange_ : nullptr,
                  {.step = update, .lr = lr, .seed = rounding_seed()}, group, before_update);
   }
-  move_router_biases();
+  move_router_biases(before_update);
   return optimizer.end_step(device_);
 }
 
-void BoundRun::move_router_biases() {
+void BoundRun::move_router_biases(const std::function<void(size_t parameter)>& before_update) {
   const double rate = config_.training.router_bias_rate;
   if (rate == 0) return;
   const ParameterTable& table = declared_.model.parameters();
@@ -130,6 +130,7 @@ void BoundRun::move_router_biases() {
     const int64_t count = 2 * config_.model.moe.num_experts + 1;
     const TensorView load = declared_.optimizer.step_sums().rows(at, count);
     at += count;
+    if (before_update) before_update(i);
     move_router_bias(device_, {.load = load,
                                .coefficient = declared_.optimizer.coefficient(),
                                .rate = static_cast<float>(rate),

@@ -107,7 +107,7 @@ class BoundRun {
   void begin_evaluation_batch();
 
  private:
-  void move_router_biases();
+  void move_router_biases(const std::function<void(size_t parameter)>& before_update);
   void share_weights(ModelWeights::Changed changed);
   uint64_t rounding_seed() const;
 
