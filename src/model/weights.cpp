@@ -44,6 +44,10 @@ bool gathers_transposed(const ParameterTable& table, const Formats& formats, Wei
   if (!any_weight_is_divided(table.all) || !formats.has_tensor_scales()) return false;
   if (copies != WeightCopies::kBoth || use != WeightUse::kBackward) return false;
   const std::vector<int> block = table.unit(1);  // blocks differ in windows, not in weights
+  // Ranks do not have the same experts.
+  if (std::ranges::any_of(block, [&](int i) { return table.all[static_cast<size_t>(i)].num_stacked > 1; })) {
+    return false;
+  }
   return std::all_of(block.begin(), block.end(), [&](int index) {
     const ParameterInfo& p = table.all[static_cast<size_t>(index)];
     const Shard& shard = p.placement.weight;
@@ -287,7 +291,9 @@ void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Gathered& b
   const TensorView whole = arena[buffer.whole];
   const bool is_code = has_copy(i) && gathers_codes();
   Copies copies;
-  if (has_copy(i)) copies.w_t = transposed_workspace_id_.view(arena, p.cols, p.rows);
+  if (has_copy(i)) {
+    copies.w_t = transposed_workspace_id_.view(arena, p.num_stacked * p.cols, p.rows / p.num_stacked);
+  }
   if (is_code) {
     bind_gathered_codes(arena, i, whole, copies);
   } else if (has_copy(i)) {
@@ -385,14 +391,20 @@ void ModelWeights::find_expert_amax(Device& device) const {
   device.fill_zero(stacked.data, stacked.bytes());
   for (size_t i = 0; i < own_.size(); ++i) {
     if (!is_stacked(i)) continue;
-    const ParameterInfo& p = parameters_[i];
-    const ElementRange own = p.own_elements();
-    const int64_t size = p.numel() / p.num_stacked;
-    for (int64_t e = 0; e < p.num_stacked; ++e) {
-      const int64_t begin = std::max(own.begin, e * size), end = std::min(own.end, (e + 1) * size);
-      if (begin >= end) continue;
-      parka::amax(device, {.x = own_[i].rows(begin - own.begin, end - begin), .result = amax_of(i, e)});
-    }
+    for_each_own_part(i, [&](int64_t e, int64_t begin, int64_t count) {
+      parka::amax(device, {.x = own_[i].rows(begin, count), .result = amax_of(i, e)});
+    });
+  }
+}
+
+template <typename F>
+void ModelWeights::for_each_own_part(size_t i, const F& f) const {
+  const ParameterInfo& p = parameters_[i];
+  const ElementRange own = p.own_elements();
+  const int64_t size = p.numel() / p.num_stacked;
+  for (int64_t e = 0; e < p.num_stacked; ++e) {
+    const int64_t begin = std::max(own.begin, e * size), end = std::min(own.end, (e + 1) * size);
+    if (begin < end) f(e, begin - own.begin, end - begin);
   }
 }
 
@@ -400,6 +412,19 @@ void ModelWeights::find_expert_amax(Device& device) const {
 void ModelWeights::quantize_piece(Device& device, size_t i) const {
   if (piece_codes_[i].empty()) return;
   const ScaledView& w = copies_[i].w;
+  if (is_stacked(i)) {
+    // Of all experts: those that this rank has nothing of are gathered as codes, without their scale.
+    tensor_scales(device, {expert_amax(i), w.data.dtype, w.scale});
+    for_each_own_part(i, [&](int64_t e, int64_t begin, int64_t count) {
+      const auto part = [&](const TensorView& t) {
+        return t.rows(begin, count).reshaped({count / Shard::kGroup, Shard::kGroup});
+      };
+      parka::quantize(device, {.x = part(piece_plain_[i]),
+                               .out = {part(piece_codes_[i]), w.scale.rows(e, 1), Scaling::kTensor},
+                               .scale_given = true});
+    });
+    return;
+  }
   const bool transposes = !piece_codes_t_[i].empty();
   // One scale for all: where nothing is transposed the shape is free, and this one fills tiles.
   const int64_t columns = transposes ? w.data.dim[1] : Shard::kGroup, rows = piece_codes_[i].numel() / columns;

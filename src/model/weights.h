@@ -213,6 +213,10 @@ class ModelWeights {
     if (amax_.empty()) return amax_;
     return amax_.rows(is_stacked(i) ? first_stacked_amax_[i] + expert : static_cast<int64_t>(i), 1);
   }
+  // Calls f(expert, begin, count) for each expert of whose matrix this rank has elements, by their place in own().
+  template <typename F>
+  void for_each_own_part(size_t i, const F& f) const;
+  TensorView expert_amax(size_t i) const { return amax_.rows(first_stacked_amax_[i], parameters_[i].num_stacked); }
   // Calls f(weight, copy, transposed copy, amax) for each matrix of a weight: one, or one of each expert. Empty
   // views stay empty.
   template <typename F>

@@ -115,12 +115,22 @@ class Moe(RunFolder):
         """To the order of sums. A micro-batch of one sequence has the same balance loss on any rank."""
         one = self.config("one", "fp32", training={"micro_batch_size": 1})
         self.run_ok(one)
-        for ranks, stage, size in ((2, 0, 0), (2, 1, 0), (4, 2, 0), (4, 2, 2)):
+        for ranks, stage, size in ((2, 0, 0), (2, 1, 0), (4, 2, 0), (4, 2, 2), (2, 3, 0), (4, 3, 2)):
             with self.subTest(ranks=ranks, stage=stage, size=size):
                 config = self.config(f"ranks-{ranks}-{stage}-{size}", "fp32", split=(ranks, stage, size), training={"micro_batch_size": 1})
                 self.run_ok(config, ranks=ranks)
                 for loss, wanted in zip(self.losses(config), self.losses(one)):
                     self.assertAlmostEqual(loss, wanted, places=5)
+
+    def test_weights_divided_by_flat_pieces_are_quantized_as_whole_experts(self):
+        """Pieces of ranks end within experts; each expert has its scale."""
+        for ranks in (2, 3):
+            curves = []
+            for stage in (0, 3):
+                config = self.config(f"parka-{ranks}-{stage}", split=(ranks, stage, 0), training={"global_batch_size": 6, "micro_batch_size": 1})
+                self.run_ok(config, ranks=ranks)
+                curves.append(self.losses(config))
+            self.assertEqual(*curves)
 
     def test_a_killed_run_goes_on_with_the_same_bits_also_on_other_ranks(self):
         straight, killed, moved = (self.config(name, moe=DEEPSEEK, training={"micro_batch_size": 1})
@@ -379,7 +389,7 @@ class Moe(RunFolder):
                               ("model.moe.normalize_weights",
                                {"model": {"moe": {"num_experts": 8, "experts_per_token": 1, "normalize_weights": True}}}),
                               ("precision.gemm", {"precision": {"gemm": "fp8_block"}}),
-                              ("distributed.zero_stage", {"distributed": {"zero_stage": 3}}),
+                              ("distributed.zero_stage", {"model": {"moe": DEEPSEEK}, "distributed": {"zero_stage": 3}}),
                               ("precision.offload_weights", {"precision": {"offload_weights": True}, "optimizer": {"offload": True}}),
                               ("training.balance_form", {"training": {"balance_loss": 0, "balance_form": "pooled"}}),
                               ("finetune.targets", {"finetune": {"method": "lora"}}),

@@ -236,6 +236,8 @@ def moe_cases():
               of(".moe.masks", "llama", "parka", merged(MOE, MASKED)),
               of(".moe.muon", "llama", "parka", merged(MOE, {"optimizer": {"kind": "muon"}}), generates=True)]
     cases += [sharded("llama", "parka", sharding, ".moe", MOE) for sharding in ((2, 0, 0), (2, 1, 0), (4, 2, 0), (4, 2, 2))]
+    cases += [sharded("llama", recipe, sharding, ".moe", MOE)
+              for recipe in ("bf16", "parka") for sharding in ((2, 3, 0), (3, 3, 0), (4, 3, 2))]
     cases.append(sharded("llama", "parka", (2, 2, 0), ".shared_moe.resumed", SHARED_MOE,
                          parts=[Part(2, {"training": {"steps": 4}}), Part(2)]))
     return cases

@@ -46,4 +46,24 @@ TEST_CASE("amax is the largest magnitude of any number of elements, wherever it 
   }
 }
 
+TEST_CASE("tensor_scales are those that quantize makes of the same maxima", "[kernels][amax]") {
+  const std::vector<float> maxima = {0, 1e-38f, 1e-20f, 0.37f, 448, 1e6f, 3e38f};
+  const auto N = static_cast<int64_t>(maxima.size());
+  for (Device* device : devices()) {
+    for (const DType format : {DType::kE4M3, DType::kE5M2}) {
+      CAPTURE(device->name(), name_of(format));
+      const TestTensor amax(*device, DType::kF32, {N}, maxima), scales(*device, DType::kF32, {N});
+      tensor_scales(*device, {amax, format, scales});
+      const std::vector<float> got = scales.host();
+      CHECK(scales.guard_intact());
+      for (int64_t i = 0; i < N; ++i) {
+        const TestTensor x(*device, DType::kF32, {1, 1}, {maxima[static_cast<size_t>(i)]}),
+            code(*device, format, {1, 1}), scale(*device, DType::kF32, {1});
+        quantize(*device, {.x = x.view(), .out = {code, scale, Scaling::kTensor}, .amax = amax.view().rows(i, 1)});
+        CHECK(got[static_cast<size_t>(i)] == scale.host()[0]);
+      }
+    }
+  }
+}
+
 }  // namespace

@@ -127,7 +127,7 @@ struct TrainingConfig {
           "off",
           RealRange{}, kHashed);
     visit("balance_loss", balance_loss,
-          "Weight of the loss that spreads tokens over experts (model.moe); 0: off (OLMoE: 0.01)", RealRange{},
+          "Weight of the loss that spreads tokens over experts (model.moe); 0: off", RealRange{},
           kHashed);
     visit(
         "balance_form", balance_form,

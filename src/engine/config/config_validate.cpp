@@ -129,7 +129,7 @@ void check_moe(const Config& c) {
   constexpr const char* kNotYet = "does not go with model.moe yet; ";
   const auto no = [&](const char* advice) { return std::string(kNotYet) + advice; };
   const std::string no_tensor = no("use fp8_tensor or compute"), no_place = no("use before or both"),
-                    no_stage = no("use 2 or less"), no_offload = no("use false"), no_side = no("use full or lora"),
+                    no_offload = no("use false"), no_side = no("use full or lora"),
                     no_tower = no("use tower = none"),
                     no_adapter = no("use q_proj, k_proj, v_proj, and o_proj alone");
   const bool lora = f.method == FinetuneMethod::kLora;
@@ -152,7 +152,8 @@ void check_moe(const Config& c) {
           "and model.moe.dense_layers go together: set both, or neither"},
          {c.precision.gemm == GemmPrecision::kFp8Block, "precision.gemm", no_tensor.c_str()},
          {c.model.norm_placement == NormPlacement::kAfter, "model.norm_placement", no_place.c_str()},
-         {c.distributed.zero_stage == 3, "distributed.zero_stage", no_stage.c_str()},
+         {c.distributed.zero_stage == 3 && (m.dense_layers > 0 || m.correction_bias), "distributed.zero_stage",
+          "does not go with model.moe.dense_layers or correction_bias yet; use 2 or less"},
          {c.precision.offload_weights, "precision.offload_weights", no_offload.c_str()},
          {f.method == FinetuneMethod::kQst, "finetune.method", no_side.c_str()},
          {c.model.vision.exists(), "model.vision.tower", no_tower.c_str()},

@@ -53,4 +53,10 @@ void amax(Device&, const Amax& a) {
   }
 }
 
+void tensor_scales(Device&, const TensorScales& a) {
+  for (int64_t i = 0; i < a.amax.numel(); ++i) {
+    a.scales.as<float>()[i] = tensor_scale(a.amax.as<float>()[i], a.format);
+  }
+}
+
 }  // namespace parka::cpu

@@ -143,6 +143,12 @@ void quantize_directly(const CudaDevice& device, const ScaledView& x, ScaledView
   out = {};
 }
 
+template <typename F8>
+__global__ void __launch_bounds__(kThreads) tensor_scales_kernel(const float* amax_N, float* scales_N, int N) {
+  const int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
+  if (i < N) scales_N[i] = scale_for<F8, float>(amax_N[i]).scale;
+}
+
 }  // namespace
 
 void quantize(Device& device_, const Quantize& a) {
@@ -180,6 +186,14 @@ void amax(Device& any_device, const Amax& a) {
       find_amax(device, source, count / cols, cols, a.result.as<float>());
     });
   }
+}
+
+void tensor_scales(Device& device, const TensorScales& a) {
+  const int64_t N = a.amax.numel();
+  with_float8_type(a.format, [&](auto type) {
+    launch(as_cuda(device), "tensor_scales", tensor_scales_kernel<decltype(type)>,
+           {ceil_div(N, kThreads), kThreads}, a.amax.as<float>(), a.scales.as<float>(), static_cast<int>(N));
+  });
 }
 
 }  // namespace parka::cuda

@@ -56,4 +56,17 @@ void amax(Device& device, const Amax& a) {
 
 OpCost cost_of(const Amax& a) { return moved(bytes_of(a.x), a.x); }
 
+void tensor_scales(Device& device, const TensorScales& a) {
+  const int64_t N = a.amax.numel();
+  check_tensor("tensor_scales", "amax", a.amax, {N}, {DType::kF32});
+  check_tensor("tensor_scales", "scales", a.scales, {N}, {DType::kF32});
+  if (a.format != DType::kE4M3 && a.format != DType::kE5M2) {
+    throw_internal("tensor_scales: format is {}, wanted e4m3 or e5m2", name_of(a.format));
+  }
+  if (N == 0) return;
+  PARKA_DISPATCH(tensor_scales, device, a);
+}
+
+OpCost cost_of(const TensorScales& a) { return moved(all_bytes(a.amax, a.scales), a.amax); }
+
 }  // namespace parka

@@ -36,4 +36,12 @@ struct Amax {
 };
 PARKA_OP(amax, Amax);
 
+// scales[i] = the kTensor scale of fp8 codes of numbers whose max |x| is amax[i], as quantize() makes it.
+struct TensorScales {
+  TensorView amax;    // [N] fp32, in
+  DType format;       // e4m3 or e5m2
+  TensorView scales;  // [N] fp32, out
+};
+PARKA_OP(tensor_scales, TensorScales);
+
 }  // namespace parka
