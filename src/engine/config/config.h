@@ -126,9 +126,8 @@ struct TrainingConfig {
           "Weight of the z-loss, the squared log-partition function (OLMo's option: 1e-4); 0: "
           "off",
           RealRange{}, kHashed);
-    visit("balance_loss", balance_loss,
-          "Weight of the loss that spreads tokens over experts (model.moe); 0: off", RealRange{},
-          kHashed);
+    visit("balance_loss", balance_loss, "Weight of the loss that spreads tokens over experts (model.moe); 0: off",
+          RealRange{}, kHashed);
     visit(
         "balance_form", balance_form,
         "per_block: a balance loss for each block, 1 where all experts have as many tokens (Megatron, OLMo-core); "
