@@ -38,11 +38,11 @@ struct RouterLoads {
 };
 
 // out[t] = sum over the k experts e of token t of weight_te * expert_e(x_t), + shared(x_t): a mixture of experts of
-// which each is a gated feed-forward. The router's product and all that follows from it are in fp32, of the norm's
-// output before it is quantized. Experts read the codes of x, sorted by expert (kernels/ops/moe/routing.h), and the
-// weight of a row multiplies the input of its down projection: so backward needs no output of an expert, and the
-// gradient of a weight is a product of what it has at hand. Of size k T nothing is kept but up and gate, and by
-// precision.save_product the input of the down projection. Inner layer.
+// which each is a gated feed-forward. The router reads the norm's output before it is
+// quantized; its logits and all that follows from them are fp32. Experts read the codes of x, sorted by expert
+// (kernels/ops/moe/routing.h), and the weight of a row multiplies the input of its down projection: so backward
+// needs no output of an expert, and the gradient of a weight is a product of what it has at hand. Of size k T
+// nothing is kept but up and gate, and by precision.save_product the input of the down projection. Inner layer.
 class Moe {
  public:
   static constexpr const char *kNormName = Swiglu::kNormName, *kPostNormName = Swiglu::kPostNormName;
