@@ -123,7 +123,9 @@ class RunFolder(unittest.TestCase):
 
 def metrics(folder, kind="train"):
     with open(os.path.join(folder, "metrics.jsonl"), encoding="utf-8") as file:
-        return [record for record in map(json.loads, file) if record["kind"] == kind]
+        # A run that goes on may be about to write the last line.
+        lines = [line for line in file if line.endswith("\n")]
+    return [record for record in map(json.loads, lines) if record["kind"] == kind]
 
 
 def learning_curve(folder):
