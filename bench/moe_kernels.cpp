@@ -19,7 +19,7 @@ TensorView router_logits(Tensors& t, const RouterShape& s) {
   return logits;
 }
 
-// Of the choice that these logits give, on the device.
+// Holds the choice that these logits give, on the device.
 SortByExpert sorted_slots(Device& device, Tensors& t, const RouterShape& s) {
   const SortByExpert sort{.experts = t.make(DType::kI32, {s.T, s.k}),
                           .weights = t.fp32({s.T, s.k}),

@@ -64,7 +64,7 @@ OF_KIND = {
 }
 
 
-# What the record of a step has whatever the model is; all other numbers are scalars that the model's layers report.
+# These keys are in the record of a step whatever the model is; all other numbers are scalars that the model's layers report.
 OF_EVERY_STEP = {"kind", "step", "time", "epoch", "targets", *OF_ALL, *OF_KIND["train"]}
 
 

@@ -109,7 +109,7 @@ void check_model(const Config& c) {
       });
 }
 
-// What a mixture of experts does not go with yet.
+// Refuses what does not go with a mixture of experts yet.
 void check_moe(const Config& c) {
   const MoeConfig& m = c.model.moe;
   const TrainingConfig& t = c.training;
@@ -126,12 +126,6 @@ void check_moe(const Config& c) {
   require_multiple("model.moe.num_experts", m.num_experts, "model.moe.groups", m.groups);
   const int64_t per_group = m.num_experts / m.groups;
   const FinetuneConfig& f = c.finetune;
-  constexpr const char* kNotYet = "does not go with model.moe yet; ";
-  const auto no = [&](const char* advice) { return std::string(kNotYet) + advice; };
-  const std::string no_tensor = no("use fp8_tensor or compute"), no_place = no("use before or both"),
-                    no_offload = no("use false"), no_side = no("use full or lora"),
-                    no_tower = no("use tower = none"),
-                    no_adapter = no("use q_proj, k_proj, v_proj, and o_proj alone");
   const bool lora = f.method == FinetuneMethod::kLora;
   const auto of_feed_forward = [](const std::string& target) {
     return target == "gate_proj" || target == "up_proj" || target == "down_proj";
@@ -150,13 +144,15 @@ void check_moe(const Config& c) {
           "leaves no block with experts; use fewer, or remove model.moe"},
          {(m.dense_layers > 0) != (m.dense_width > 0), "model.moe.dense_width",
           "and model.moe.dense_layers go together: set both, or neither"},
-         {c.precision.gemm == GemmPrecision::kFp8Block, "precision.gemm", no_tensor.c_str()},
-         {c.model.norm_placement == NormPlacement::kAfter, "model.norm_placement", no_place.c_str()},
+         {c.precision.gemm == GemmPrecision::kFp8Block, "precision.gemm",
+          "does not go with model.moe yet; use fp8_tensor or compute"},
+         {c.model.norm_placement == NormPlacement::kAfter, "model.norm_placement",
+          "does not go with model.moe yet; use before or both"},
          {c.distributed.zero_stage == 3 && (m.dense_layers > 0 || m.correction_bias), "distributed.zero_stage",
           "does not go with model.moe.dense_layers or correction_bias yet; use 2 or less"},
-         {c.precision.offload_weights, "precision.offload_weights", no_offload.c_str()},
-         {f.method == FinetuneMethod::kQst, "finetune.method", no_side.c_str()},
-         {c.model.vision.exists(), "model.vision.tower", no_tower.c_str()},
+         {c.precision.offload_weights, "precision.offload_weights", "does not go with model.moe yet; use false"},
+         {f.method == FinetuneMethod::kQst, "finetune.method", "does not go with model.moe yet; use full or lora"},
+         {c.model.vision.exists(), "model.vision.tower", "does not go with model.moe yet; use tower = none"},
          {t.router_bias_rate != 0 && !m.correction_bias, "training.router_bias_rate",
           "moves nothing without model.moe.correction_bias; set that, or 0 here"},
          {t.router_bias_rate != 0 && c.optimizer.release_gradients, "training.router_bias_rate",
@@ -164,7 +160,7 @@ void check_moe(const Config& c) {
          {t.router_bias_rate != 0 && lora, "training.router_bias_rate",
           "does not go with finetune.method = lora, which saves adapters alone; use 0"},
          {lora && m.dense_layers == 0 && m.shared_width == 0 && std::ranges::any_of(f.targets, of_feed_forward),
-          "finetune.targets", no_adapter.c_str()},
+          "finetune.targets", "does not go with model.moe yet; use q_proj, k_proj, v_proj, and o_proj alone"},
          {t.balance_loss == 0 && t.balance_form != BalanceForm::kPerBlock, "training.balance_form",
           "has no meaning without training.balance_loss; set that, or per_block here"}});
 }

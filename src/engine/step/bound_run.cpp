@@ -153,7 +153,10 @@ void BoundRun::share_weights(ModelWeights::Changed changed) {
 }
 
 void BoundRun::weights_stepped() {
-  declared_.model.weights().find_expert_amax(device_);
+  const bool trains_experts = std::ranges::any_of(declared_.model.parameters().all, [](const ParameterInfo& p) {
+    return p.role == ParameterRole::kExperts && p.trainable;
+  });
+  if (trains_experts) declared_.model.weights().find_expert_amax(device_);  // reads all of them
   share_weights(ModelWeights::Changed::kTrained);
 }
 

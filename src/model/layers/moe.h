@@ -30,7 +30,7 @@ struct RouterLoads {
   }
   TensorView summed(const StepContext& step) const { return step.vector(sum, columns()); }
   int64_t columns() const { return 2 * num_experts + 1; }
-  // Adds up the loads of all blocks. After forward.
+  // Adds up the loads of all blocks, which a pooled balance loss reads. After forward.
   void add_up(const StepContext& step) const;
   // What the loads of a step say, [blocks with experts, 2 E + 1] summed over micro-batches and ranks: of every
   // block.
@@ -38,11 +38,11 @@ struct RouterLoads {
 };
 
 // out[t] = sum over the k experts e of token t of weight_te * expert_e(x_t), + shared(x_t): a mixture of experts of
-// which each is a gated feed-forward. The router reads the norm's output before it is
-// quantized; its logits and all that follows from them are fp32. Experts read the codes of x, sorted by expert
-// (kernels/ops/moe/routing.h), and the weight of a row multiplies the input of its down projection: so backward
-// needs no output of an expert, and the gradient of a weight is a product of what it has at hand. Of size k T
-// nothing is kept but up and gate, and by precision.save_product the input of the down projection. Inner layer.
+// which each is a gated feed-forward. The router reads the norm's output before it is quantized; its logits and all
+// that follows from them are fp32. Experts read the codes of x, sorted by expert (kernels/ops/moe/routing.h), and
+// the weight of a row multiplies the input of its down projection: so backward needs no output of an expert, and
+// the gradient of a weight is a product of numbers at hand. Forward keeps up and gate of all rows and, by
+// precision.save_product, the input of the down projection: no other tensor of that size. Inner layer.
 class Moe {
  public:
   static constexpr const char *kNormName = Swiglu::kNormName, *kPostNormName = Swiglu::kPostNormName;

@@ -77,7 +77,7 @@ void Stack::forward(const StepContext& step, const Between& between) const {
     branch = stream_.branch(step);
   }
   if (between) between(num_blocks(), residual, branch);
-  if (router_loads_.exists()) router_loads_.add_up(step);
+  if (step.router_losses.is_pooled) router_loads_.add_up(step);
 }
 
 void Stack::forward_block(const StepContext& step, int64_t l) const {
