@@ -7,6 +7,7 @@ set_target_properties(parka PROPERTIES INSTALL_RPATH_USE_LINK_PATH ON)
 install(TARGETS parka)
 
 set(shared ${CMAKE_INSTALL_DATADIR}/parka)
+install(FILES scripts/completion.bash DESTINATION ${CMAKE_INSTALL_DATADIR}/bash-completion/completions RENAME parka)
 install(DIRECTORY configs examples DESTINATION ${shared})
 # Not those that build, test or measure Parka itself.
 install(DIRECTORY scripts DESTINATION ${shared} USE_SOURCE_PERMISSIONS FILES_MATCHING PATTERN "*.py" PATTERN "*.jinja" PATTERN "*.html" PATTERN "requirements.txt"

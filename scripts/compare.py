@@ -1,8 +1,8 @@
 #!/usr/bin/env python3
 """Compares the training losses of runs with that of the first: a table, and with --out a picture.
 
-    scripts/compare.py runs/bf16 runs/coat runs/parka --out compare.png
-    scripts/compare.py bf16=runs/a coat=runs/b --axis hours --json
+    parka compare runs/bf16 runs/coat runs/parka --out compare.png
+    parka compare bf16=runs/a coat=runs/b --axis hours --json
 
 A run is a run folder, or NAME=FOLDER. Its difference is its loss less the first run's, where both have records: step by
 step, or with --axis tokens or hours at the first run's points, with the other run's loss interpolated between its own
@@ -22,7 +22,7 @@ Exit codes: 0 done, 1 a defect of the script, 2 something is wrong with the inpu
 import argparse
 import json
 
-from python_packages import require
+from python_packages import command_name, require
 
 require("numpy")
 import numpy as np  # noqa: E402
@@ -223,7 +223,7 @@ def draw(plt, runs, axis, smooth):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="+", help="run folder, or NAME=FOLDER; the first is what the others are compared with")
     parser.add_argument("--axis", choices=AXES, default="steps", help="what runs have in common (default: steps)")
     parser.add_argument("--last", type=float, default=0.05, metavar="SHARE",

@@ -1,15 +1,15 @@
 #!/usr/bin/env python3
 """Follows a run and shows its metrics elsewhere, also while it is training.
 
-    scripts/follow.py runs/a --http 8000                          # a page with live curves: http://127.0.0.1:8000/
-    scripts/follow.py runs/a --tensorboard runs/tensorboard       # then: tensorboard --logdir runs/tensorboard
-    scripts/follow.py runs/a --wandb PROJECT --prometheus /var/lib/node_exporter/a.prom
-    scripts/follow.py runs/a --mlflow EXPERIMENT --once
+    parka follow runs/a --http 8000                          # a page with live curves: http://127.0.0.1:8000/
+    parka follow runs/a --tensorboard runs/tensorboard       # then: tensorboard --logdir runs/tensorboard
+    parka follow runs/a --wandb PROJECT --prometheus /var/lib/node_exporter/a.prom
+    parka follow runs/a --mlflow EXPERIMENT --once
 
 It reads the run's metrics.jsonl, waits for it where it is not there yet, and continues until Ctrl-C or SIGTERM; with --once it
 ends when it has sent what is there. Several sinks may be given at once. When a resumed run repeats steps, no sink has them
 twice: the page, TensorBoard and Prometheus show the new ones, W&B and MLflow keep the first (both are the same, unless the
-config was changed). Starting follow.py again adds what is missing, or for TensorBoard replaces what it wrote before.
+config was changed). Starting parka follow again adds what is missing, or for TensorBoard replaces what it wrote before.
 
 Curves in TensorBoard, W&B and MLflow:
 
@@ -36,6 +36,7 @@ import sys
 import threading
 import time
 
+from python_packages import command_name
 from run_metrics import fail, run_main, warn
 from run_tail import NotARun, Tail
 
@@ -114,7 +115,7 @@ def open_sinks(options, name):
 
 
 def parse_options():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", help="run folder")
     parser.add_argument("--tensorboard", metavar="DIR", help="write an event file to DIR/NAME")
     parser.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases (the package wandb)")

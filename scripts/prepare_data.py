@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
 """Turns text into token files for Parka.
 
-    prepare_data.py corpus/ --out data/corpus --eval-fraction 0.01
-    prepare_data.py dolma/*.json.gz --jsonl-field text --tokenizer tokenizer.json --workers 8 --out data/dolma
+    parka prepare corpus/ --out data/corpus --eval-fraction 0.01
+    parka prepare dolma/*.json.gz --jsonl-field text --tokenizer tokenizer.json --workers 8 --out data/dolma
 
-    prepare_data.py chats.jsonl --chat chatml --tokenizer tokenizer.json --sequence-length 4096 --out data/chats
+    parka prepare chats.jsonl --chat chatml --tokenizer tokenizer.json --sequence-length 4096 --out data/chats
 
 Inputs are files, or folders that are searched recursively in sorted order (hidden names and links to folders are left
 out). A text file is one document, or several with --split-bytes. With --jsonl-field every input holds records, and the
@@ -46,7 +46,7 @@ from pathlib import Path
 from typing import Iterable
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from python_packages import require  # noqa: E402
+from python_packages import command_name, require  # noqa: E402
 
 require("numpy", "xxhash")
 import numpy as np  # noqa: E402
@@ -66,7 +66,7 @@ USUAL_SEQUENCE = 2048  # the default of data.sequence_length
 
 
 def print_line(text: str) -> None:
-    print(f"prepare_data: {text}", file=sys.stderr, flush=True)
+    print(f"{command_name().removesuffix('.py')}: {text}", file=sys.stderr, flush=True)
 
 
 class Output:
@@ -320,7 +320,7 @@ def check_chat_options(options: argparse.Namespace) -> None:
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="prepare_data",
+        prog=command_name(),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

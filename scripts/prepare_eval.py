@@ -1,9 +1,9 @@
 #!/usr/bin/env python3
 """Turns the documents of a multiple-choice task into a request file for `parka eval --tasks`.
 
-    prepare_eval.py --task hellaswag --tokenizer tokenizer.json validation.jsonl --out hellaswag.requests.jsonl
-    prepare_eval.py --task piqa --tokenizer bytes validation.jsonl --out piqa.requests.jsonl
-    prepare_eval.py --task image_choice --tower clip --image-folder images/ --prompt 'USER: {question} ASSISTANT:' \\
+    parka prepare-eval --task hellaswag --tokenizer tokenizer.json validation.jsonl --out hellaswag.requests.jsonl
+    parka prepare-eval --task piqa --tokenizer bytes validation.jsonl --out piqa.requests.jsonl
+    parka prepare-eval --task image_choice --tower clip --image-folder images/ --prompt 'USER: {question} ASSISTANT:' \\
       --tokenizer tokenizer.json questions.jsonl --out questions.requests.jsonl
 
 The input is JSON Lines with the fields that the task's data set has on Hugging Face; of arc_easy, arc_challenge and
@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from python_packages import advice, require  # noqa: E402
+from python_packages import advice, command_name, require  # noqa: E402
 
 require("numpy", "xxhash")
 from image_data.conversations import PLACEHOLDER, key_not_read, lies_elsewhere  # noqa: E402
@@ -53,7 +53,7 @@ OPTIONS_OF_IMAGES = {"prompt": "{question}\nAnswer:", "tower": None, "image_fold
 
 
 def print_line(text: str) -> None:
-    print(f"prepare_eval: {text}", file=sys.stderr, flush=True)
+    print(f"{command_name().removesuffix('.py')}: {text}", file=sys.stderr, flush=True)
 
 
 @dataclass
@@ -329,7 +329,7 @@ def document(request: Request, metric: str, ids: RequestIds, images: list[dict])
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="prepare_eval",
+        prog=command_name(),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -339,7 +339,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--out", required=True, type=Path, help="request file to create")
     add("--task", required=True, choices=sorted(TASKS), help="the task that the documents belong to")
     add("--tokenizer", default="bytes", type=tokenizer_file, help="bytes, or a tokenizer.json or its folder (default: bytes)")
-    add("--bos", metavar="NAME", help="token that begins each context, or none (default: as prepare_data.py)")
+    add("--bos", metavar="NAME", help="token that begins each context, or none (default: as parka prepare)")
     add("--metric", choices=METRICS, help="how a choice is made (default: as OLMo does for the task)")
     add("--prompt", help=f"of image_choice: what stands around {{question}} (default: {OPTIONS_OF_IMAGES['prompt']!r})")
     add("--tower", choices=("clip", "siglip"), help="of image_choice: whose defaults of the next four to use")
@@ -349,7 +349,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--geometry", choices=("crop", "pad", "stretch"), help="how pictures become squares (default: as the processor of images "
         "beside --tokenizer makes them, or else crop; stretch)")
     add("--downsample", type=int, metavar="K", help="K x K patches become a token (default: 1)")
-    add("--image-token", metavar="NAME", help="token, or id, of image slots (default: as prepare_images.py)")
+    add("--image-token", metavar="NAME", help="token, or id, of image slots (default: as parka prepare-images)")
     add("--name", help="name of the task in results (default: that of --task)")
     options = parser.parse_args(arguments)
     if options.name is not None and not options.name.strip():

@@ -1,7 +1,7 @@
 #!/usr/bin/env python3
 """Turns conversations about images into token files and files of pixels for Parka.
 
-    prepare_images.py llava_v1_5_mix665k.json --image-folder images/ --chat vicuna_v1 --tower clip --geometry pad \\
+    parka prepare-images llava_v1_5_mix665k.json --image-folder images/ --chat vicuna_v1 --tower clip --geometry pad \\
       --tokenizer vicuna/tokenizer.json --sequence-length 2048 --workers 16 --out data/llava
 
 Inputs are files in LLaVA's form, or folders of them: a JSON array or JSON Lines of {"id": ..., "image": NAME or [NAMES],
@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Callable
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from python_packages import require  # noqa: E402
+from python_packages import command_name, require  # noqa: E402
 
 require("numpy", "pillow", "xxhash")
 import numpy as np  # noqa: E402
@@ -63,7 +63,7 @@ from tokenizer_files import copy_tokenizer, keep_chat, keep_end_of_turn, write_o
 
 
 def print_line(text: str) -> None:
-    print(f"prepare_images: {text}", file=sys.stderr, flush=True)
+    print(f"{command_name().removesuffix('.py')}: {text}", file=sys.stderr, flush=True)
 
 
 def read_samples(options: argparse.Namespace, left_out: collections.Counter, bad: list[str]) -> list[Sample]:
@@ -266,7 +266,7 @@ def print_summary(info: dict, out: Path) -> None:
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="prepare_images",
+        prog=command_name(),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,

@@ -1,14 +1,23 @@
-"""What scripts say that lack a Python package. The system's Python often takes none from pip."""
+"""What scripts are called, and what they say that lack a Python package. The system's Python often takes none from pip."""
 import importlib
 import os
 import sys
 
 MODULES = {"pillow": "PIL"}  # where a package is imported by another name
 REQUIREMENTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "requirements.txt")  # what setup.sh installs
+SETUP = os.path.join(os.path.dirname(REQUIREMENTS), "setup.sh")  # an installation has none
+OWN_VENV = "~/.local/share/parka/venv"  # of an installation, where `parka` looks for it
+
+
+def command_name():
+    """"parka prepare" where `parka` has started the script, else the script's name."""
+    return os.environ.get("PARKA_COMMAND") or os.path.basename(sys.argv[0])
 
 
 def advice(packages):
-    return f"run this with .venv/bin/python, which scripts/setup.sh makes, or install {packages}"
+    if os.path.exists(SETUP):
+        return f"run {SETUP}, which makes a .venv with it, or install {packages}"
+    return f"run python3 -m venv {OWN_VENV} && {OWN_VENV}/bin/pip install -r {REQUIREMENTS}"
 
 
 def beyond_setup(packages):
@@ -21,7 +30,7 @@ def missing(package, needed=()):
     """What to say of a package that is missing, of all that are `needed`."""
     others = beyond_setup(needed or [package])
     if others:
-        return f"{package} is missing; run .venv/bin/python -m pip install {' '.join(others)}, and this with .venv/bin/python"
+        return f"{package} is missing; run {sys.executable} -m pip install {' '.join(others)}"
     return f"{package} is missing; {advice(', '.join(needed or [package]))}"
 
 
@@ -31,5 +40,5 @@ def require(*packages):
         try:
             importlib.import_module(MODULES.get(package, package))
         except ImportError:
-            print(f"{os.path.basename(sys.argv[0])}: error: {missing(package, packages)}", file=sys.stderr)
+            print(f"{command_name()}: error: {missing(package, packages)}", file=sys.stderr)
             sys.exit(2)

@@ -19,11 +19,11 @@ cmake --preset release "${cuda[@]}" >/dev/null
 cmake --build --preset release --target parka --parallel "$(nproc)"
 
 if [ ! -f data/quickstart/data.json ]; then
-  .venv/bin/python scripts/prepare_data.py /usr/include --include '*.h' --tokenizer bytes --eval-fraction 0.05 \
+  build/release/parka prepare /usr/include --include '*.h' --tokenizer bytes --eval-fraction 0.05 \
     --max-tokens 12000000 --out data/quickstart
 fi
 build/release/parka train configs/quickstart.json "$@"
-.venv/bin/python scripts/plot.py runs/quickstart/metrics.jsonl --out runs/quickstart/loss.png
+build/release/parka plot runs/quickstart/metrics.jsonl --out runs/quickstart/loss.png
 echo
 echo "A sample from the model (the first line is the prompt):"
 build/release/parka generate runs/quickstart --prompt '/* Copyright (C) ' --tokens 400 --temperature 0.7 --top-k 40

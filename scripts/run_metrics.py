@@ -4,14 +4,14 @@ import itertools
 import os
 import sys
 
-from python_packages import missing
+from python_packages import command_name, missing
 from run_records import parse_record
 from script_exit import print_last, run_script
 
 
 def fail(message, code=2):
     """The user can fix it. One line: what, where, what to do. Codes are those of `parka`: 2 bad input, 4 writing failed."""
-    print(f"{os.path.basename(sys.argv[0])}: error: {message}", file=sys.stderr)
+    print(f"{command_name()}: error: {message}", file=sys.stderr)
     sys.exit(code)
 
 
@@ -21,7 +21,7 @@ def warn(message):
 
 
 def print_line(message):
-    print(f"{os.path.basename(sys.argv[0])}: {message}", file=sys.stderr, flush=True)
+    print(f"{command_name()}: {message}", file=sys.stderr, flush=True)
 
 
 def run_main(main):

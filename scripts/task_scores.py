@@ -2,7 +2,7 @@
 """Scores of runs in multiple-choice tasks side by side, with standard errors.
 
     parka eval RUN --tasks lines.requests.jsonl --predictions RUN.predictions.jsonl      of each run
-    scripts/task_scores.py bf16.1=bf16.1.predictions.jsonl parka.1=parka.1.predictions.jsonl
+    parka scores bf16.1=bf16.1.predictions.jsonl parka.1=parka.1.predictions.jsonl
 
 All runs have answered the same documents. A run answers with the choice of the largest log-likelihood, the first of equal ones
 (the metric `acc` of docs/evaluation.md). With n documents and a share p of right answers
@@ -20,7 +20,7 @@ import argparse
 import json
 from pathlib import Path
 
-from python_packages import require
+from python_packages import command_name, require
 
 require("numpy")
 import numpy as np  # noqa: E402
@@ -56,7 +56,7 @@ def figure(name, mean, error):
 
 
 def main():
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("run", nargs="+", help="RUN=FILE, a file that parka eval --predictions has written")
     parser.add_argument("--model", metavar="NAME", help="in the names of figures; --json needs it")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")

@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Trains a byte-level BPE tokenizer on text, for scripts/prepare_data.py --tokenizer.
+"""Trains a byte-level BPE tokenizer on text, for parka prepare --tokenizer.
 
-    train_tokenizer.py corpus/ --vocab-size 32768 --out tokenizer.json
-    train_tokenizer.py dolma/*.json.gz --jsonl-field text --max-bytes 200000000 --out tokenizer.json
+    parka tokenizer corpus/ --vocab-size 32768 --out tokenizer.json
+    parka tokenizer dolma/*.json.gz --jsonl-field text --max-bytes 200000000 --out tokenizer.json
 
-Inputs are read as prepare_data.py reads them. Documents of more than --max-bytes in all are thinned evenly, so that all parts of
+Inputs are read as parka prepare reads them. Documents of more than --max-bytes in all are thinned evenly, so that all parts of
 the text have their share: of many short ones some are taken whole, of few long ones the beginnings. Words are split as GPT-2
 splits them; no text is unknown, because every byte is a token. The last id, <|endoftext|>, ends documents. Equal text gives an
 equal file.
@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from python_packages import require  # noqa: E402
+from python_packages import command_name, require  # noqa: E402
 
 require("numpy", "tokenizers")
 from script_exit import run_script  # noqa: E402
@@ -37,7 +37,7 @@ MEASURED_FILES, MEASURED_BYTES = 16, 2**23  # of text in each, to know how much 
 
 
 def print_line(text: str) -> None:
-    print(f"train_tokenizer: {text}", file=sys.stderr, flush=True)
+    print(f"{command_name().removesuffix('.py')}: {text}", file=sys.stderr, flush=True)
 
 
 def text_bytes(files: list[Path], reading: Reading) -> int:
@@ -103,7 +103,7 @@ def train(options: argparse.Namespace):
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
-        prog="train_tokenizer",
+        prog=command_name(),
         description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
         allow_abbrev=False,
@@ -113,9 +113,9 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--out", required=True, type=Path, help="the tokenizer.json to write")
     add("--vocab-size", type=int, default=32768, metavar="N", help="ids at most; less text has fewer (default: 32768)")
     add("--max-bytes", type=int, default=10**9, metavar="N", help="about how much text to read (default: 1000000000)")
-    add("--include", action="append", default=[], metavar="GLOB", help="as for prepare_data.py")
-    add("--jsonl-field", metavar="NAME", help="as for prepare_data.py")
-    add("--split-bytes", type=int, metavar="N", help="as for prepare_data.py")
+    add("--include", action="append", default=[], metavar="GLOB", help="as for parka prepare")
+    add("--jsonl-field", metavar="NAME", help="as for parka prepare")
+    add("--split-bytes", type=int, metavar="N", help="as for parka prepare")
     options = parser.parse_args(arguments)
     if not SMALLEST_VOCABULARY <= options.vocab_size <= LARGEST_VOCABULARY:
         raise InputError(f"--vocab-size is {options.vocab_size}; give at least {SMALLEST_VOCABULARY} and at most {LARGEST_VOCABULARY}")

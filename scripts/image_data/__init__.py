@@ -1,1 +1,1 @@
-"""What prepare_images.py is made of: pictures to pixels, conversations about pictures, and the files with both."""
+"""What parka prepare-images is made of: pictures to pixels, conversations about pictures, and the files with both."""

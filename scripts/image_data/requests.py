@@ -1,4 +1,4 @@
-"""Pictures of the documents of an evaluation task, for prepare_eval.py: their pixels in one file beside the requests, and what
+"""Pictures of the documents of an evaluation task, for parka prepare-eval: their pixels in one file beside the requests, and what
 the requests say of them."""
 
 from __future__ import annotations

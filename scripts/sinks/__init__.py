@@ -1,4 +1,4 @@
-"""Where scripts/follow.py sends a run's records: each module has a class with these methods.
+"""Where parka follow sends a run's records: each module has a class with these methods.
 
 begin()         forget all records: the first of the run follow, or all of them again after a resume that removed some
 add(records)    the next records

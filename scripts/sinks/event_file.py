@@ -101,7 +101,7 @@ class EventFile:
         try:
             fcntl.flock(self.lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            fail(f"--tensorboard: another follow.py writes {self.folder}; end that one, or give another --name or another DIR")
+            fail(f"--tensorboard: another parka follow writes {self.folder}; end that one, or give another --name or another DIR")
         except OSError:
             pass  # a file system without locks
 

@@ -1,4 +1,4 @@
-"""The numbers of a record, by tags that TensorBoard, W&B and MLflow show as curves (scripts/follow.py lists them)."""
+"""The numbers of a record, by tags that TensorBoard, W&B and MLflow show as curves (parka follow lists them)."""
 import datetime
 import math
 

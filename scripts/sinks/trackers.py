@@ -108,7 +108,7 @@ class WandB(Tracker):
     def start(self, identity):
         self.tracked = self.wandb.init(project=self.project, name=self.name, id=identity, resume="allow",
                                        config=resolved_config(self.run))
-        self.before = self.tracked.step - 1  # the last step that an earlier follow.py has sent
+        self.before = self.tracked.step - 1  # the last step that an earlier parka follow has sent
 
     def last_sent(self, tag):
         return self.before
@@ -151,7 +151,7 @@ class MLflow(Tracker):
         experiment = found.experiment_id if found else self.client.create_experiment(self.experiment)
         known = self.client.search_runs([experiment], f"tags.`parka.run` = '{identity}'")
         self.is_known = bool(known)
-        self.taken = {}  # key: the last step that an earlier follow.py has sent
+        self.taken = {}  # key: the last step that an earlier parka follow has sent
         if known:
             self.id = known[0].info.run_id
             self.client.update_run(self.id, status="RUNNING")

@@ -1,1 +1,1 @@
-"""What prepare_data.py and prepare_eval.py are made of: readers of files, tokenizers, chat templates, writers."""
+"""What parka prepare and parka prepare-eval are made of: readers of files, tokenizers, chat templates, writers."""

@@ -128,7 +128,7 @@ PixelFile::PixelFile(const std::string& path) : file_(path) {
   PixelsHeader header{};
   if (file_.size() >= kPixelsHeaderBytes) file_.read(0, std::as_writable_bytes(std::span(&header, 1)));
   if (std::string_view(header.magic, sizeof(header.magic)) != kPixelsMagic) {
-    throw_bad_input("{}: is no file of pixels; copy it again, or make it with scripts/prepare_images.py", path);
+    throw_bad_input("{}: is no file of pixels; copy it again, or make it with parka prepare-images", path);
   }
   if (header.version != 1) {
     throw_bad_input("{}: has version {} of files of pixels, but only version 1 can be read; make it again", path,

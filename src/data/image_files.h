@@ -10,7 +10,7 @@
 
 namespace parka {
 
-// A file of pixels, as scripts/prepare_images.py makes it: images of one size, each as planes of red, green and
+// A file of pixels, as parka prepare-images makes it: images of one size, each as planes of red, green and
 // blue (docs/vision.md). Threads may read at the same time.
 class PixelFile {
  public:

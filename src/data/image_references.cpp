@@ -28,9 +28,8 @@ ReferencesHeader read_header(const ReadOnlyFile& file) {
   const bool has_room = file.size() >= static_cast<int64_t>(kReferencesHeaderBytes + kChecksumBytes);
   if (has_room) file.read(0, std::as_writable_bytes(std::span(&header, 1)));
   if (std::string_view(header.magic, sizeof(header.magic)) != kReferencesMagic) {
-    throw_bad_input(
-        "{}: is no file of references to images; copy it again, or make it with scripts/prepare_images.py",
-        file.path());
+    throw_bad_input("{}: is no file of references to images; copy it again, or make it with parka prepare-images",
+                    file.path());
   }
   return header;
 }

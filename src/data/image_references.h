@@ -28,7 +28,7 @@ struct ImageReference {
 };
 static_assert(sizeof(ImageReference) == 32);
 
-// Which images a token file has, and where, as scripts/prepare_images.py writes it beside the token file under the
+// Which images a token file has, and where, as parka prepare-images writes it beside the token file under the
 // same name with .images added (docs/vision.md). All references are kept, 32 bytes each.
 class ImageReferences {
  public:

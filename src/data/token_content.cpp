@@ -121,11 +121,11 @@ int32_t llm_c_magic(std::string_view head) {
 }
 
 constexpr std::string_view kDecompress = "decompress it, and make token files of it if it is text";
-constexpr std::string_view kPrepare = "make token files of its text with scripts/prepare_data.py";
+constexpr std::string_view kPrepare = "make token files of its text with parka prepare";
 constexpr std::string_view kWriteIds = "write the ids in it as raw ids, as numpy's astype() and tofile() do";
 constexpr std::string_view kWriteIntegers = "write them as uint16 or uint32, as numpy's astype() and tofile() do";
 constexpr std::string_view kTokensAlone = "name the token file alone, beside which it lies";
-constexpr std::string_view kNoIds = "list token files; scripts/prepare_data.py makes them";
+constexpr std::string_view kNoIds = "list token files; parka prepare makes them";
 
 struct Format {
   std::string_view what, remedy;
@@ -138,8 +138,7 @@ Format format_of(const ReadOnlyFile& file, std::string_view head) {
     Format format;
   };
   static constexpr Magic kMagic[] = {
-      {"\x93NUMPY"sv,
-       {"has the header of numpy.save()", "write raw ids, with ndarray.tofile() or prepare_data.py"}},
+      {"\x93NUMPY"sv, {"has the header of numpy.save()", "write raw ids, with ndarray.tofile() or parka prepare"}},
       {"PAR1"sv, {"is Parquet", kPrepare}},
       {"ARROW1\0\0"sv, {"is an Arrow file", kPrepare}},
       {"\xfd"

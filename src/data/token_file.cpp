@@ -269,7 +269,7 @@ void TokenFile::open_mask() {
   if (!file_exists(mask_path)) {
     throw_bad_input(
         "{}: no such file; data.loss_mask, or data.documents without data.document_start or document_end, needs a mask "
-        "file beside each token file (scripts/prepare_data.py --chat makes them)",
+        "file beside each token file (parka prepare --chat makes them)",
         mask_path);
   }
   ReadOnlyFile file(mask_path);

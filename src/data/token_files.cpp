@@ -37,7 +37,7 @@ void refuse_images(const std::string& path, int64_t num_tokens) {
   const ImageReferences references(path, num_tokens, ImageReferences::rules_of(path));
   if (references.all().empty()) return;
   throw_bad_input(
-      "{}: has {} images, and the model has no tower to see them; give model.vision as scripts/prepare_images.py has "
+      "{}: has {} images, and the model has no tower to see them; give model.vision as parka prepare-images has "
       "printed it, or take files of text alone",
       path, references.all().size());
 }
@@ -81,7 +81,7 @@ std::vector<std::string> expand_source(const std::string& source, bool may_be_ab
     const auto is_beside = [&](std::string_view extension) { return path.extension() == extension; };
     if (is_beside(".mask") || is_beside(".idx") || is_beside(".images") || is_beside(".pixels")) continue;
     std::error_code ignored;
-    if (is_beside(".json") || std::filesystem::is_directory(path, ignored)) continue;  // of scripts/prepare_data.py
+    if (is_beside(".json") || std::filesystem::is_directory(path, ignored)) continue;  // of parka prepare
     files.push_back(path.string());
   }
   if (files.empty() && !may_be_absent)

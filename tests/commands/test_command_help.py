@@ -4,6 +4,8 @@ import os
 import re
 import struct
 import subprocess
+import sys
+import tempfile
 import termios
 import unittest
 from pathlib import Path
@@ -11,7 +13,9 @@ from pathlib import Path
 from parka_runs import PROGRAM
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ["train", "plan", "eval", "generate", "import", "export", "bench", "tune", "data", "config", "version"]
+COMMANDS = ["train", "plan", "eval", "generate", "import", "export", "bench", "tune", "data", "config", "version",
+            "prepare", "prepare-images", "prepare-eval", "tokenizer", "follow", "plot", "compare", "scores"]
+PYTHON_COMMANDS = COMMANDS[COMMANDS.index("prepare"):]
 
 
 def output(*arguments):
@@ -43,7 +47,7 @@ def shown_on_a_terminal(columns, *arguments):
 
 class Help(unittest.TestCase):
     def test_every_command_is_listed(self):
-        listed = re.findall(r"^  (\w+) ", output("--help").split("Subcommands:")[1], re.MULTILINE)
+        listed = re.findall(r"^  ([\w-]+) ", output("--help").split("Subcommands:")[1], re.MULTILINE)
         self.assertEqual(listed, COMMANDS)
 
     def test_defaults_are_shown(self):
@@ -67,6 +71,31 @@ class Help(unittest.TestCase):
             words = " ".join(lines).split()
             self.assertEqual(words, output("train", "--help").split())
             self.assertLessEqual(max(map(len, shown_on_a_terminal(columns, "--help"))), columns)
+
+    def test_commands_in_python_go_by_their_names(self):
+        for command in PYTHON_COMMANDS:
+            with self.subTest(command):
+                self.assertIn(f"usage: parka {command} ", output("help", command))
+                refused = subprocess.run([PROGRAM, command, "--no-such-option"], capture_output=True, text=True, timeout=60)
+                self.assertEqual(refused.returncode, 2, refused.stderr)
+                self.assertIn(f"parka {command}: error: ", refused.stderr)
+
+    def test_commands_in_python_say_what_they_lack(self):
+        """A Python without packages, and none at all."""
+        bare = os.path.join(self.enterContext(tempfile.TemporaryDirectory(prefix="parka-test-")), "python")
+        Path(bare).write_text(f"#!/bin/sh\nexec {sys.executable} -S \"$@\"\n", encoding="utf-8")
+        os.chmod(bare, 0o755)
+        for python, named in ((bare, "setup.sh"), ("/nowhere/python", "PARKA_PYTHON")):
+            refused = subprocess.run([PROGRAM, "compare", "a"], capture_output=True, text=True, timeout=60, env=os.environ | {"PARKA_PYTHON": python})
+            self.assertEqual(refused.returncode, 2)
+            self.assertRegex(refused.stderr, rf"\A[^\n]*error: [^\n]*{named}[^\n]*\n\Z")
+
+    def test_bash_completes_what_help_lists(self):
+        script = "source scripts/completion.bash; COMP_WORDS=(\"$@\"); COMP_CWORD=$(($# - 1)); _parka; echo \"${COMPREPLY[@]}\""
+        for words, completed in ((["pre"], "prepare prepare-images prepare-eval"), (["config", "sch"], "schema"), (["follow", "--t"], "--tensorboard"),
+                                 (["train", "x.json", "--gp"], "--gpus"), (["--threads", "2", "ver"], "version")):
+            result = subprocess.run(["bash", "-c", script, "bash", PROGRAM, *words], capture_output=True, text=True, timeout=60, cwd=ROOT)
+            self.assertEqual((result.stdout.strip(), result.stderr), (completed, ""), words)
 
     def test_help_is_a_command_too(self):
         self.assertEqual(output("help", "train"), output("train", "--help"))
@@ -112,8 +141,8 @@ class OtherNames(unittest.TestCase):
                                 ("plan", "c.json", "--learning-rate=1e-3"): "--optimizer.lr",
                                 ("bench", "c.json", "--batch-size", "8"): "--training.global_batch_size",
                                 ("eval", "run", "--device", "cpu"): "--device.kind",
-                                ("eval", "run", "--tasks", "hellaswag"): "prepare_eval.py",
-                                ("eval", "run", "--tasks", "mmlu", "arc_easy"): "prepare_eval.py"}.items():
+                                ("eval", "run", "--tasks", "hellaswag"): "parka prepare-eval",
+                                ("eval", "run", "--tasks", "mmlu", "arc_easy"): "parka prepare-eval"}.items():
             with self.subTest(arguments):
                 self.assertIn(says, self.refused(*arguments))
 

@@ -76,8 +76,8 @@ class Formats(DataFolder):
     def test_what_is_no_token_file_is_refused_wherever_it_is_named(self):
         ids = array.array("H", (random.Random(1).randrange(50000) for _ in range(IDS))).tobytes()
         lines = b'{"text": "one of many lines"}\n' * 100
-        for name, content, words in (("x.jsonl", lines, ["JSON", "prepare_data.py"]), ("x.gz", gzip.compress(lines), ["gzip"]),
-                                     ("x.npz", zipped(ids), ["ZIP"]), ("x.parquet", b"PAR1" + ids, ["Parquet", "prepare_data.py"]),
+        for name, content, words in (("x.jsonl", lines, ["JSON", "parka prepare"]), ("x.gz", gzip.compress(lines), ["gzip"]),
+                                     ("x.npz", zipped(ids), ["ZIP"]), ("x.parquet", b"PAR1" + ids, ["Parquet", "parka prepare"]),
                                      ("x.npy", b"version https://git-lfs.github.com/spec/v1\noid sha256:0\n", ["git lfs pull"])):
             path = self.write(f"texts/{name}", content)
             with self.subTest(name):

@@ -146,10 +146,10 @@ TEST_CASE("text is refused, and ids are none", "[data][token_content]") {
     for (const auto& [line, name] : {std::pair{"{\"text\": \"one\"}\n", "JSON"},
                                      {"[1, 2, 3, 40, 50,\n", "JSON"},
                                      {"<!DOCTYPE html><html>\n", "HTML"},
-                                     {"Plain English, with\ta tab.\r\n", "prepare_data.py"},
+                                     {"Plain English, with\ta tab.\r\n", "parka prepare"},
                                      {"Gr\xc3\xbc\xc3\x9f"
                                       "e, \xe4\xbd\xa0\xe5\xa5\xbd \xf0\x9f\x98\x80\n",
-                                      "prepare_data.py"}}) {
+                                      "parka prepare"}}) {
       CHECK(refusal(repeated(line, bytes)).find(name) != std::string::npos);
       CHECK(refusal(repeated(line, bytes), TokenType::kUint32).find(name) != std::string::npos);
     }

@@ -13,8 +13,8 @@ SCRIPTS = Path(__file__).resolve().parents[2] / "scripts"
 sys.path.insert(0, str(SCRIPTS))
 from python_packages import MODULES  # noqa: E402
 
-HELP = r"run this with \.venv/bin/python, which scripts/setup\.sh makes, or install [\w, ]+\n"
-HELP_BEYOND_SETUP = r"run \.venv/bin/python -m pip install [\w ]+, and this with \.venv/bin/python\n"
+HELP = r"[^\n]*setup\.sh[^\n]*\n"
+HELP_BEYOND_SETUP = r"[^\n]*-m pip install [\w ]+\n"
 FILES = [path for path in (*sorted(SCRIPTS.glob("*.py")), *sorted(SCRIPTS.glob("*/*.py"))) if path.parent.name != "research"]
 
 

@@ -19,6 +19,7 @@
 #include "engine/commands/commands.h"
 #include "engine/commands/version.h"
 #include "engine/files/file_io.h"
+#include "engine/text/helper_process.h"
 
 namespace parka {
 namespace {
@@ -207,7 +208,7 @@ void add_eval(CLI::App& app, EvalOptions& options) {
   add(command, "--data", options.data, "",
       "Token files (without --data, --sets and --tasks: everything the config evaluates on)");
   add(command, "--sets", options.sets, "NAME=FILE", "Named sets of token files, each with its own loss");
-  add(command, "--tasks", options.tasks, "FILE", "Request files of tasks, made by scripts/prepare_eval.py");
+  add(command, "--tasks", options.tasks, "FILE", "Request files of tasks, made by parka prepare-eval");
   add_repeated(command, "--set", options.overrides, "KEY=VALUE",
                "Override a key of the checkpoint's config, e.g. precision.eval=bf16");
   add(command, "--max-sequences", options.max_sequences, "",
@@ -358,6 +359,42 @@ void add_version(CLI::App& app, VersionOptions& options) {
       "Also print the commit, compiler, libraries, GPU architectures and this machine, for a bug report");
 }
 
+// Commands that are Python files in scripts/, which read their arguments themselves.
+struct PythonCommand {
+  const char *name, *script, *help;
+};
+constexpr PythonCommand kPythonCommands[] = {
+    {"prepare", "prepare_data.py", "Turn text, records or conversations into token files."},
+    {"prepare-images", "prepare_images.py", "Turn conversations about pictures into token and pixel files."},
+    {"prepare-eval", "prepare_eval.py", "Turn a data set of questions (HellaSwag, ARC, ...) into a task."},
+    {"tokenizer", "train_tokenizer.py", "Train a tokenizer on text."},
+    {"follow", "follow.py", "Show a run in a browser, TensorBoard, Prometheus, W&B or MLflow."},
+    {"plot", "plot.py", "Draw the curves of runs."},
+    {"compare", "compare.py", "Compare the losses of runs."},
+    {"scores", "task_scores.py", "Compare what runs answered in tasks."},
+};
+
+void add_python_commands(CLI::App& app) {
+  for (const auto& [name, script, help] : kPythonCommands) {
+    const std::string_view word = std::string_view(name).substr(std::string_view(name).find(' ') + 1);
+    CLI::App& group = word == name ? app : *app.get_subcommand("config");
+    group.add_subcommand(std::string(word), help)->callback([name = name] {
+      throw_bad_input("command line: {}: has to stand right behind parka", name);
+    });
+  }
+}
+
+// Starts such a command if the first word is one.
+void run_python_command(const std::vector<std::string>& arguments) {
+  if (arguments.empty()) return;
+  const std::ptrdiff_t words = arguments.front() == "config" && arguments.size() > 1 ? 2 : 1;
+  const auto rest = arguments.begin() + words;
+  const std::string given = fmt::format("{}", fmt::join(arguments.begin(), rest, " "));
+  const auto* command = std::ranges::find(kPythonCommands, given, &PythonCommand::name);
+  if (command != std::end(kPythonCommands))
+    become_python("parka " + given, command->script, {rest, arguments.end()});
+}
+
 // Checks all options and arguments that are paths, which their type or their name says.
 void check_paths(CLI::App& app) {
   constexpr std::string_view kTypes[] = {"FILE", "FOLDER", "NAME=FILE"},
@@ -409,6 +446,7 @@ void add_all(CLI::App& app, CommandLine& line) {
   add_data(app, line.data);
   add_config(app, line.config);
   add_version(app, line.version);
+  add_python_commands(app);
   check_paths(app);
 }
 
@@ -447,11 +485,12 @@ int run_command(const CLI::App& app, const CommandLine& line) {
 }
 
 int parse_and_run(int argc, char** argv) {
+  const std::vector<std::string> arguments = expand_arguments({argv + 1, argv + argc});
+  run_python_command(arguments);
   CLI::App app("Parka trains Llama- and OLMo-style language models with FP8 optimizer states and activations.",
                "parka");
   CommandLine line;
   add_all(app, line);
-  const std::vector<std::string> arguments = expand_arguments({argv + 1, argv + argc});
   try {
     app.parse(std::vector<std::string>(arguments.rbegin(), arguments.rend()));  // CLI11 takes the last one first
   } catch (const CLI::ParseError& error) {

@@ -35,7 +35,7 @@ void check_tasks(const std::vector<std::string>& tasks) {
   for (const std::string& task : tasks) {
     if (task.find_first_of("./*") != std::string::npos || file_exists(task)) continue;
     throw_bad_input(
-        "--tasks {}: no such file; a task is a request file, which scripts/prepare_eval.py makes of its documents for "
+        "--tasks {}: no such file; a task is a request file, which parka prepare-eval makes of its documents for "
         "the model's tokenizer (its --help names the tasks that it knows)",
         task);
   }

@@ -39,7 +39,7 @@ void require_named_run(const TrainOptions& options, const std::string& folder) {
 void require_trainable(const TrainOptions& options, const Config& config) {
   require_named_run(options, config.checkpoint.folder);
   if (config.data.train.empty()) {
-    throw_bad_input("{}: data.train: nothing to train on; list token files (scripts/prepare_data.py makes them)",
+    throw_bad_input("{}: data.train: nothing to train on; list token files (parka prepare makes them)",
                     options.config_path);
   }
   if (file_exists(config.checkpoint.folder + "/manifest.json")) {

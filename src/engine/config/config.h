@@ -287,7 +287,7 @@ struct EvaluationConfig {
           "Named sets of held-out token files, each with its own loss: NAME=FILE; entries with the same name are "
           "one set",
           kNoEffect);
-    visit("tasks", tasks, "Request files of multiple-choice tasks, made by scripts/prepare_eval.py", kNoEffect);
+    visit("tasks", tasks, "Request files of multiple-choice tasks, made by parka prepare-eval", kNoEffect);
     visit("task_documents", task_documents, "Documents of each task per evaluation, spread evenly over it; 0: all",
           IntegerRange{}, kNoEffect);
   }

@@ -191,7 +191,7 @@ void check_vision(const Config& c) {
           {v.projector.column_major && !v.projector.downsamples(), "model.vision.column_major",
            "has no meaning with this model.vision.projector; set it to false"},
           {v.image_token < 0 || v.image_token >= c.model.vocab_size, "model.vision.image_token",
-           "is not below model.vocab_size; give the id of image slots, images.token in the data.json of scripts/prepare_images.py"},
+           "is not below model.vocab_size; give the id of image slots, images.token in the data.json of parka prepare-images"},
           {images == 0, "data.images_per_sequence",
            "has room for none, and model.vision.tower needs at least 1: the most images of a sequence"},
           {c.finetune.method != FinetuneMethod::kFull, "finetune.method",

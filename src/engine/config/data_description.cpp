@@ -34,7 +34,7 @@ json read_description(const fs::path& path) {
   if (read.is_discarded()) {
     throw_bad_input(
         "{}: is empty or cut, and says how the token files beside it are to be read; copy it again, or move it away if "
-        "it is not of scripts/prepare_data.py",
+        "it is not of parka prepare",
         path.string());
   }
   return read.is_object() && read.value("dtype", json()).is_string() ? read : nullptr;
@@ -167,7 +167,7 @@ void DataDescriptions::warn_of_others() const {
     const std::string file = description_path(path / "file").string();
     if (!folder.splits.empty() || !file_exists(file)) continue;
     log_warning(
-        "{}: describes no token files, as that of scripts/prepare_data.py does, so it tells nothing of those beside it; "
+        "{}: describes no token files, as that of parka prepare does, so it tells nothing of those beside it; "
         "move it away, or copy theirs",
         file);
   }
@@ -179,7 +179,7 @@ void check_described_type(const fs::path& file, const json& description, TokenTy
     const bool is_list =
         value.is_array() && std::ranges::all_of(value, [](const json& id) { return id.is_number_integer(); });
     if (value.is_number_integer() || (key == "bos"sv && is_list)) continue;
-    throw_bad_input("{}: \"{}\" is no integer, as scripts/prepare_data.py writes it; copy the folder again",
+    throw_bad_input("{}: \"{}\" is no integer, as parka prepare writes it; copy the folder again",
                     description_path(file).string(), key);
   }
   if (description.at("dtype") == name_of(type)) return;

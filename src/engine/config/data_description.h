@@ -9,7 +9,7 @@
 #include "engine/config/config.h"
 #include "engine/files/json.h"
 
-// The data.json of scripts/prepare_data.py or prepare_images.py describes the token files beside it.
+// The data.json of parka prepare or parka prepare-images describes the token files beside it.
 namespace parka {
 
 // The data.json of folders, each read once.

@@ -97,7 +97,7 @@ void check_mask(const TokenFile& file) {
       file.path());
 }
 
-// Refuses a pattern that takes what scripts/prepare_data.py has made for the other use, and exchanged files. Warns
+// Refuses a pattern that takes what parka prepare has made for the other use, and exchanged files. Warns
 // of a file of others whose name says that it is for the other use, unless an entry of data.train says so, too.
 void check_splits(const Config& config) {
   DataDescriptions descriptions;

@@ -16,7 +16,7 @@ constexpr std::string_view kKind = "parka requests";
 constexpr int64_t kVersion = 1, kVersionWithImages = 2;
 constexpr size_t kMostChoices = 1000;
 
-constexpr const char* kRemedy = "make the file again with scripts/prepare_eval.py";
+constexpr const char* kRemedy = "make the file again with parka prepare-eval";
 
 std::vector<int32_t> tokens_in(const JsonReader& reader, const char* key, int64_t vocab_size) {
   const json& list = reader.member(key);
@@ -132,15 +132,15 @@ void open_images(const JsonReader& line, const ImageRules& rules, EvalTask& task
   const std::string path = task.path + ".pixels";
   task.pixels = std::make_shared<PixelFile>(path);
   if (task.pixels->height() != own.size || task.pixels->width() != own.size) {
-    throw_bad_input("{}: has images of {} x {} pixels, not {} a side; make it again with scripts/prepare_eval.py",
-                    path, task.pixels->width(), task.pixels->height(), own.size);
+    throw_bad_input("{}: has images of {} x {} pixels, not {} a side; make it again with parka prepare-eval", path,
+                    task.pixels->width(), task.pixels->height(), own.size);
   }
 }
 
 // Returns how many documents follow, at least.
 int64_t read_header(const json& line, const JsonReader& reader, const ImageRules& rules, EvalTask& task) {
   if (line.value("kind", json()) != kKind) {
-    throw_bad_input("{}: is not the first line of a request file; make one with scripts/prepare_eval.py",
+    throw_bad_input("{}: is not the first line of a request file; make one with parka prepare-eval",
                     reader.where());
   }
   const json& version = reader.member("version");
@@ -177,7 +177,7 @@ EvalTask read_requests(const std::string& path, int64_t vocab_size, int64_t sequ
     }
   }
   if (task.documents.empty()) {
-    throw_bad_input("{}: has no documents; make it with scripts/prepare_eval.py", path);
+    throw_bad_input("{}: has no documents; make it with parka prepare-eval", path);
   }
   if (const size_t found = task.documents.size(); found < static_cast<size_t>(least)) {
     throw_bad_input(

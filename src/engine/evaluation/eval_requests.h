@@ -39,7 +39,7 @@ struct TaskDocument {
   std::vector<TaskImage> images;  // whose slots each context has, in this order
 };
 
-// The requests of a multiple-choice task, written by scripts/prepare_eval.py; docs/evaluation.md has the format.
+// The requests of a multiple-choice task, written by parka prepare-eval; docs/evaluation.md has the format.
 struct EvalTask {
   std::string path, name;
   TaskMetric metric;

@@ -213,7 +213,7 @@ EvaluationSuite open_suite(const Config& config) {
         read_requests(path, config.model.vocab_size, config.data.sequence_length, example_rules(config).images);
     for (const EvalTask& other : suite.tasks) {
       if (other.name == task.name) {
-        throw_bad_input("{} and {} are both of a task \"{}\"; give one another name (prepare_eval.py --name)",
+        throw_bad_input("{} and {} are both of a task \"{}\"; give one another name (parka prepare-eval --name)",
                         other.path, path, task.name);
       }
     }

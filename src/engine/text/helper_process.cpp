@@ -34,11 +34,18 @@ fs::path scripts_folder() {
   return fs::is_directory(installed, ignored) ? installed : fs::path(PARKA_SOURCE_DIR) / "scripts";
 }
 
-// PARKA_PYTHON, the environment that scripts/setup.sh makes, or python3 of PATH.
+// The environment of an installed program, which scripts/python_packages.py says how to make.
+constexpr const char* kOwnVenv = ".local/share/parka/venv";
+
+// PARKA_PYTHON, the environment that scripts/setup.sh makes, kOwnVenv, or python3 of PATH.
 std::string python(const fs::path& scripts) {
   if (const char* given = std::getenv("PARKA_PYTHON"); given != nullptr && *given != '\0') return given;
-  const std::string own = (scripts.parent_path() / ".venv/bin/python").string();
-  return file_exists(own) ? own : "python3";
+  const char* home = std::getenv("HOME");
+  for (const fs::path& folder :
+       {scripts.parent_path() / ".venv", fs::path(home == nullptr ? "" : home) / kOwnVenv}) {
+    if (file_exists((folder / "bin/python").string())) return (folder / "bin/python").string();
+  }
+  return "python3";
 }
 
 std::vector<std::string> command_of(const std::string& name, const std::vector<std::string>& arguments) {
@@ -46,8 +53,7 @@ std::vector<std::string> command_of(const std::string& name, const std::vector<s
   const std::string script = (scripts / name).string();
   if (!file_exists(script)) {
     throw_bad_input(
-        "{}: no such file, and text and images need it; install Parka with its scripts, or give "
-        "--prompt-tokens",
+        "{}: no such file; install Parka with its scripts (docs/install.md), or start it from its checkout",
         script);
   }
   std::vector<std::string> command = {python(scripts), script};
@@ -55,13 +61,29 @@ std::vector<std::string> command_of(const std::string& name, const std::vector<s
   return command;
 }
 
+// `command` as exec takes it.
+std::vector<char*> words_of(const std::vector<std::string>& command) {
+  std::vector<char*> words;
+  words.reserve(command.size() + 1);
+  for (const std::string& word : command) words.push_back(const_cast<char*>(word.c_str()));
+  words.push_back(nullptr);
+  return words;
+}
+
 }  // namespace
 
+void become_python(const std::string& name, const std::string& script, const std::vector<std::string>& arguments) {
+  const std::vector<std::string> command = command_of(script, arguments);
+  std::error_code ignored;
+  setenv("PARKA_COMMAND", name.c_str(), 1);
+  setenv("PARKA_PROGRAM", fs::read_symlink("/proc/self/exe", ignored).c_str(), 1);
+  execvp(command.front().c_str(), words_of(command).data());
+  throw_bad_input("{}: cannot be started: {}; install Python 3, or set PARKA_PYTHON to one", command.front(),
+                  std::strerror(errno));
+}
+
 int spawn(const std::vector<std::string>& command, int socket, pid_t& pid) {
-  std::vector<char*> arguments;
-  arguments.reserve(command.size() + 1);
-  for (const std::string& word : command) arguments.push_back(const_cast<char*>(word.c_str()));
-  arguments.push_back(nullptr);
+  const std::vector<char*> arguments = words_of(command);
   posix_spawn_file_actions_t actions;
   posix_spawnattr_t attributes;
   sigset_t none, usual;

@@ -11,6 +11,11 @@
 
 namespace parka {
 
+// Replaces this process by one of the Python files in scripts/, which calls itself `name` in what it prints. Throws
+// Error(kBadInput) if there is no Python or no such file.
+[[noreturn]] void become_python(const std::string& name, const std::string& script,
+                                const std::vector<std::string>& arguments);
+
 // Starts a program in a process group of its own, with the usual signals. Its standard input and output are
 // `socket`; -1: it has no input, and this process's output. Returns the errno of what failed, or 0.
 int spawn(const std::vector<std::string>& command, int socket, pid_t& pid);

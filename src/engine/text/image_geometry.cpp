@@ -76,7 +76,7 @@ void warn_of_pictures(const std::string& file, const json& images, const std::st
     const auto made = geometry.get<std::string>();
     log_warning(
         "the pictures of {} were made with --geometry {}, and the model's processor says {}; give --geometry {} to parka "
-        "generate and scripts/prepare_eval.py, too: an export says {}",
+        "generate and parka prepare-eval, too: an export says {}",
         file, made, own, made, own);
   }
   for (const auto& [name, of_model] :

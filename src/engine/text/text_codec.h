@@ -27,7 +27,7 @@ class TextCodec {
   virtual std::string end() = 0;
 };
 
-// For a model without tokenizer that was trained on bytes (scripts/prepare_data.py --tokenizer bytes): ids 0 to 255
+// For a model without tokenizer that was trained on bytes (parka prepare --tokenizer bytes): ids 0 to 255
 // are bytes, 256 ends a document, and no other id belongs to a text.
 class ByteCodec : public TextCodec {
  public:

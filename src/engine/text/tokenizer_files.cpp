@@ -44,7 +44,7 @@ std::optional<std::string> tokenizer_of_model(const Config& config) {
   return std::nullopt;
 }
 
-// The tokenizer that scripts/prepare_data.py has left beside the first file of data.train.
+// The tokenizer that parka prepare has left beside the first file of data.train.
 std::optional<std::string> tokenizer_of_data(const Config& config) {
   if (config.data.train.empty()) return std::nullopt;
   const fs::path beside = fs::path(config.data.train.front()).parent_path() / kTokenizerFolder;
@@ -73,7 +73,7 @@ json read_outline(const std::string& path) {
   return outline.is_object() ? outline : json::object();
 }
 
-// But for the tokens put around a text, in which a copy of scripts/prepare_data.py may differ.
+// But for the tokens put around a text, in which a copy of parka prepare may differ.
 bool is_same_tokenizer(const std::string& a, const std::string& b) {
   if (is_same_file(a, b)) return true;
   const json one = read_without(a, {"post_processor"});
@@ -89,7 +89,7 @@ json read_if_there(const fs::path& path) {
   return file_exists(path.string()) ? read_outline(path.string()) : json::object();
 }
 
-// The files that scripts/prepare_data.py changes for data made for a model: template, and tokens at ends.
+// The files that parka prepare changes for data made for a model: template, and tokens at ends.
 std::set<std::string> changed_by_data(const std::string& of_model, const std::string& of_data) {
   std::set<std::string> names = {"chat_template.jinja", "generation_config.json"};
   if (!is_same_file(fs::path(of_model) / kTokenizerName, fs::path(of_data) / kTokenizerName)) {

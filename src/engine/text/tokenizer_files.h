@@ -10,7 +10,7 @@
 // The folder of a model's tokenizer: it has tokenizer.json, and some of the files of carried_files().
 namespace parka {
 
-// The subfolder of a run, and of what scripts/prepare_data.py makes, that is such a folder.
+// The subfolder of a run, and of what parka prepare makes, that is such a folder.
 inline constexpr const char* kTokenizerFolder = "tokenizer";
 inline constexpr const char* kTokenizerName = "tokenizer.json";
 
@@ -26,7 +26,7 @@ std::string open_tokenizer(const std::string& path, const std::string& where);
 std::string tokenizer_of_run(const Config& config);
 
 // Copies the tokenizer of a run into the run folder, unless there is one already: that of data.tokenizer, or else
-// of checkpoint.init_from, or else what scripts/prepare_data.py has left beside the first file of data.train. Where
+// of checkpoint.init_from, or else what parka prepare has left beside the first file of data.train. Where
 // that is the same tokenizer as the one of checkpoint.init_from, its chat template, its ends of texts and what it
 // puts around them are taken: the run learns those. So is the processor of images by which data.train was made,
 // unless data.tokenizer is given. For the rank that has locked the folder. Throws
