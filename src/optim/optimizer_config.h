@@ -26,7 +26,8 @@ struct ScheduleConfig {
   void fields(Visitor& visit) {
     visit("kind", kind,
           "cosine, linear, wsd (warm-up, stable, linear decay at the end) or constant; all with warm-up", kHashed);
-    visit("warmup_steps", warmup_steps, "Steps of linear warm-up", IntegerRange{}, kHashed);
+    visit("warmup_steps", warmup_steps,
+          "Steps of linear warm-up; in a file also a share of all steps, such as \"3%\"", IntegerRange{}, kHashed);
     visit("warmup_start", warmup_start, "Fraction of lr at which warm-up starts (OLMo: 0.1, Llama: 0)",
           RealRange{0.0, 1.0}, kHashed);
     visit("total_steps", total_steps, "Step at which the schedule reaches its end; 0 means training.steps",

@@ -18,7 +18,10 @@
 #include "engine/commands/command_help.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/version.h"
+#include "engine/config/config_io.h"
+#include "engine/config/data_description.h"
 #include "engine/files/file_io.h"
+#include "engine/planning/card_speed.h"
 #include "engine/text/helper_process.h"
 
 namespace parka {
@@ -93,12 +96,40 @@ CLI::Option* add_repeated(CLI::App& command, const char* name, std::vector<std::
   return add(command, name, values, type, help)->allow_extra_args(false);
 }
 
-void add_config_options(CLI::App& command, std::string& path, std::vector<std::string>& overrides) {
-  add(command, "config", path, "",
-      "The run's JSON config, e.g. configs/quickstart.json; or a folder with its config.json")
+// The configs of a command, and what overrides them.
+struct GivenConfigs {
+  std::vector<std::string> paths, overrides;
+  std::string data;
+};
+
+constexpr const char* kEvalInterval = "training.eval_interval";
+
+// The first config with all that overrides it: the others in their order, --data, --set.
+template <typename... Options>
+void give_configs(const GivenConfigs& given, Options&... options) {
+  if (given.paths.empty()) return;
+  std::vector<std::string> overrides;
+  const auto add = [&](const std::vector<std::string>& more) {
+    overrides.insert(overrides.end(), more.begin(), more.end());
+  };
+  for (size_t i = 1; i < given.paths.size(); ++i) add(overrides_of(given.paths[i]));
+  if (!given.data.empty()) {
+    const bool says_when =
+        is_overridden(overrides_of(given.paths.front()), kEvalInterval) || is_overridden(overrides, kEvalInterval);
+    add(overrides_of_data(given.data, says_when ? 0 : 100));
+  }
+  add(given.overrides);
+  ((options.config_path = given.paths.front(), options.overrides = overrides), ...);
+}
+
+void add_config_options(CLI::App& command, GivenConfigs& given) {
+  add(command, "config", given.paths, "",
+      "The run's JSON config, e.g. configs/quickstart.json, or a folder with its config.json; of several the later wins")
       ->required();
+  add(command, "--data", given.data, "FOLDER",
+      "Folder of `parka prepare`: sets the token files, their type and length, masks and documents");
   add_repeated(
-      command, "--set", overrides, "KEY=VALUE",
+      command, "--set", given.overrides, "KEY=VALUE",
       "Override a key of the config: --set optimizer.lr=1e-3, or --optimizer.lr=1e-3 for short (may be repeated)");
 }
 
@@ -117,10 +148,10 @@ void add_started_ranks(CLI::App& command, StartedRanks& started) {
   gpus.excludes(&ranks);
 }
 
-void add_train(CLI::App& app, TrainOptions& options) {
+void add_train(CLI::App& app, GivenConfigs& configs, TrainOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "train", "Train a model. Resumes from the newest good checkpoint in checkpoint.folder if there is one.");
-  add_config_options(command, options.config_path, options.overrides);
+  add_config_options(command, configs);
   add_started_ranks(command, options.started);
   command.add_flag(
       "--must-be-new,--fresh", options.must_be_new,
@@ -149,18 +180,22 @@ void add_step_model(CLI::App& command, CLI::Option* measured, PlanOptions& optio
                 "Bandwidth between a GPU and its host's memory, GB/s in each direction");
 }
 
-void add_plan(CLI::App& app, PlanOptions& options) {
+void add_plan(CLI::App& app, GivenConfigs& configs, PlanOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "plan",
       "Print the memory a run needs on each GPU and what would make it fit; with --measured, also predict its "
       "step time.");
-  add_config_options(command, options.config_path, options.overrides);
+  add_config_options(command, configs);
   add(command, "--gpus", options.num_gpus, "", "Number of GPUs")->check(whole_number(1, int64_t{1} << 20));
   const auto add_memory = [&](const char* name, auto& value, const char* help) {
     return add(command, name, value, "", help)->transform(kGigabytes)->check(kMemory);
   };
-  add_memory("--memory-limit", options.memory_limit_gb,
-             "Memory of one GPU in GB (1e9 bytes), or with a unit: 80GiB");
+  CLI::Option* limit = add_memory("--memory-limit", options.memory_limit_gb,
+                                  "Memory of one GPU in GB (1e9 bytes), or with a unit: 80GiB");
+  add(command, "--card", options.card, "",
+      "Take the memory of this GPU, and tell by measurements that were made on it how long the run will take")
+      ->check(CLI::IsMember(card_names()))
+      ->excludes(limit);
   command.add_flag("--json", options.json, "Print JSON");
   add(command, "--write", options.write_path, "FILE",
       "Write the config to this file, with the cheapest changes that make it fit");
@@ -178,10 +213,10 @@ void add_plan(CLI::App& app, PlanOptions& options) {
   add_step_model(command, measured->excludes(fit), options);
 }
 
-void add_bench(CLI::App& app, BenchOptions& options) {
+void add_bench(CLI::App& app, GivenConfigs& configs, BenchOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "bench", "Time training steps of a config on synthetic tokens: whole steps, every op, and per block.");
-  add_config_options(command, options.config_path, options.overrides);
+  add_config_options(command, configs);
   add_started_ranks(command, options.started);
   add(command, "--steps", options.steps, "", "Steps to time, after two warm-up steps")
       ->check(whole_number(1, int64_t{1} << 20));
@@ -190,10 +225,10 @@ void add_bench(CLI::App& app, BenchOptions& options) {
   add(command, "--json", options.json_path, "FILE", "Write all figures to this file");
 }
 
-void add_tune(CLI::App& app, TuneOptions& options) {
+void add_tune(CLI::App& app, GivenConfigs& configs, TuneOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "tune", "Find the fastest algorithm for every matrix product of a config, for device.gemm_tuning.");
-  add_config_options(command, options.config_path, options.overrides);
+  add_config_options(command, configs);
   command.add_option("--output", options.output, "File to write")->type_name("FILE")->required();
   command.add_option("--candidates", options.candidates, "Algorithms to try for each product")
       ->check(whole_number(1, 1000));
@@ -274,6 +309,8 @@ void add_import(CLI::App& app, ImportOptions& options) {
   add(command, "folder", options.folder, "", "Folder with config.json and *.safetensors, or with peft's adapters")
       ->required();
   add(command, "--out", options.output, "FOLDER", "Folder to create")->required();
+  add(command, "--finetune", options.finetune, "", "Write a config that fine-tunes with this method")
+      ->check(CLI::IsMember({"lora", "qlora", "qst"}));
   add(command, "--base", options.base, "FOLDER",
       "Checkpoint, run folder or imported model that the adapters of folder belong to");
   add(command, "--vision-tower", options.vision_tower, "FOLDER",
@@ -337,13 +374,13 @@ void add_data(CLI::App& app, DataOptions& options) {
   command.add_flag("--json", options.json, "Print one line of JSON for each file")->excludes(show);
 }
 
-void add_config(CLI::App& app, ConfigOptions& options) {
+void add_config(CLI::App& app, GivenConfigs& configs, ConfigOptions& options) {
   CLI::App& command = *app.add_subcommand("config", "Check a config, print it resolved, or print all keys.");
   command.require_subcommand(1);
   using Action = ConfigOptions::Action;
   const auto add = [&](const char* name, const char* help, Action action, bool takes_config) {
     CLI::App& sub = *command.add_subcommand(name, help);
-    if (takes_config) add_config_options(sub, options.config_path, options.overrides);
+    if (takes_config) add_config_options(sub, configs);
     sub.callback([&options, action] { options.action = action; });
   };
   add("check", "Check a config, and the token files of it that are there", Action::kCheck, true);
@@ -372,6 +409,7 @@ constexpr PythonCommand kPythonCommands[] = {
     {"plot", "plot.py", "Draw the curves of runs."},
     {"compare", "compare.py", "Compare the losses of runs."},
     {"scores", "task_scores.py", "Compare what runs answered in tasks."},
+    {"config new", "new_config.py", "Write a config for a model, a number of tokens and a GPU"},
 };
 
 void add_python_commands(CLI::App& app) {
@@ -414,6 +452,7 @@ void check_paths(CLI::App& app) {
 // The values of all options and arguments.
 struct CommandLine {
   int threads = 0;
+  GivenConfigs configs;
   TrainOptions train;
   PlanOptions plan;
   EvalOptions eval;
@@ -435,16 +474,16 @@ void add_all(CLI::App& app, CommandLine& line) {
   app.footer(kFooter);
   app.add_option("--threads", line.threads, "CPU threads, at most 4 for each core; 0: one for each core")
       ->check(whole_number(0, 4096));
-  add_train(app, line.train);
-  add_plan(app, line.plan);
+  add_train(app, line.configs, line.train);
+  add_plan(app, line.configs, line.plan);
   add_eval(app, line.eval);
   add_generate(app, line.generate);
   add_import(app, line.import_options);
   add_export(app, line.export_options);
-  add_bench(app, line.bench);
-  add_tune(app, line.tune);
+  add_bench(app, line.configs, line.bench);
+  add_tune(app, line.configs, line.tune);
   add_data(app, line.data);
-  add_config(app, line.config);
+  add_config(app, line.configs, line.config);
   add_version(app, line.version);
   add_python_commands(app);
   check_paths(app);
@@ -499,6 +538,7 @@ int parse_and_run(int argc, char** argv) {
     throw_bad_input("command line: {}", describe_parse_error(app, error, arguments));
   }
   set_num_threads(line.threads);
+  give_configs(line.configs, line.train, line.plan, line.bench, line.tune, line.config);
   line.train.command_line = fmt::format("{}", fmt::join(argv, argv + argc, " "));
   return run_command(app, line);
 }

@@ -32,6 +32,7 @@ struct PlanOptions {
   std::vector<std::string> overrides;
   int64_t num_gpus = 1;
   double memory_limit_gb = 80.0;  // 1e9 bytes per GPU
+  std::string card = {};          // a name of card_names(); empty: none was named
   bool json = false;
   std::string write_path = {};  // of a config with the changes that make it fit; empty: none is written
   bool fit = false;             // print the cheapest changes, instead of the plan of the config as it is
@@ -83,6 +84,7 @@ struct ImportOptions {
   std::string vision_tower = {};            // folder of a tower that the language model gets
   std::optional<int64_t> image_token = {};  // the id of image slots then; none: the first after the vocabulary
   std::string output;
+  std::string finetune = {};  // "lora", "qlora" or "qst": what the config does; empty: it trains all weights
 };
 int run_import(const ImportOptions& options);
 

@@ -47,8 +47,10 @@ struct Target {
 // Copies weights into a checkpoint of Parka's, a few MiB in memory at a time.
 class Importer {
  public:
-  explicit Importer(ImportSource source)
+  // `finetune`: see ImportOptions.
+  Importer(ImportSource source, std::string finetune)
       : source_(std::move(source)),
+        finetune_(std::move(finetune)),
         table_(make_parameter_table(source_.described.model, false)),
         tensors_(stored_tensors()) {
     if (model().tie_embeddings) name_tied_embedding(source_.weights, embedding_of(tensors_).name, head());
@@ -401,16 +403,23 @@ class Importer {
     const std::string name = normal.parent_path().filename().string();
     ordered_json config = model_config();
     config["precision"]["recipe"] = "bf16";
-    config["optimizer"] = {{"lr", 2e-5}, {"schedule", {{"kind", "cosine"}, {"warmup_steps", 100}}}};
+    config["optimizer"] = {{"lr", 2e-5}, {"schedule", {{"kind", "cosine"}, {"warmup_steps", "3%"}}}};
+    if (!finetune_.empty()) {  // rates as in the papers of QLoRA and QST
+      config["finetune"] = {{"method", finetune_ == "qlora" ? "lora" : finetune_}, {"rank", 16}};
+      if (finetune_ != "qst") config["finetune"]["alpha"] = 32;
+      if (finetune_ != "lora") config["finetune"]["base"] = "nf4";
+      config["optimizer"].update({{"lr", 2e-4}, {"weight_decay", 0.0}, {"gradient", "bf16"}});
+    }
     if (has_tower()) config["optimizer"]["frozen"] = frozen();
     config["data"]["train"] = json::array();
     config["training"] = {{"steps", 1000}, {"global_batch_size", 32}, {"micro_batch_size", 1}};
     config["checkpoint"] = {{"folder", "runs/" + name}, {"interval", 500}, {"init_from", recordable_path(out)}};
-    return "// Goes on training the imported model. Give token files in data.train, and look at what is below.\n" +
+    return "// Goes on training the imported model, with the token files of --data FOLDER. Look at what is below.\n" +
            config.dump(2) + "\n";
   }
 
   ImportSource source_;
+  std::string finetune_;
   ParameterTable table_;
   std::vector<HuggingFaceTensor> tensors_;
   std::unordered_map<std::string, BitsAndBytesWeight> quantized_;  // by the name of their tensor
@@ -421,6 +430,9 @@ class Importer {
 int import_adapter(const ImportOptions& options) {
   if (!options.vision_tower.empty()) {
     throw_bad_input("{}: has adapters, and --vision-tower is for a model; leave it out", options.folder);
+  }
+  if (!options.finetune.empty()) {
+    throw_bad_input("{}: has adapters, and --finetune is for a model; leave it out", options.folder);
   }
   if (options.base.empty()) {
     throw_bad_input("{}: has adapters; give the imported model that they belong to as --base", options.folder);
@@ -462,9 +474,9 @@ int run_import(const ImportOptions& given) {
                     kPeftConfigName);
   }
   if (!given.vision_tower.empty()) options.vision_tower = model_folder_of(given.vision_tower);
-  const Importer importer(open_source(options));
+  const Importer importer(open_source(options), options.finetune);
   importer.write(options.output);
-  std::printf("%s: %s\ntrain from it with   parka train %s --set data.train='[\"tokens.npy\"]'\n",
+  std::printf("%s: %s\ntrain from it with   parka train %s --data FOLDER   (of parka prepare)\n",
               options.output.c_str(), importer.description().c_str(),
               shell_word(options.output + "/config.json").c_str());
   return 0;

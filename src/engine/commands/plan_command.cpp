@@ -8,9 +8,11 @@
 #include "engine/commands/device_setup.h"
 #include "engine/config/config_checks.h"
 #include "engine/config/config_io.h"
+#include "engine/planning/card_speed.h"
 #include "engine/planning/memory_advice.h"
 #include "engine/planning/step_model.h"
 #include "engine/training/progress.h"
+#include "engine/training/speed.h"
 #include "model/parameter_table.h"
 
 namespace parka {
@@ -238,8 +240,37 @@ ordered_json step_json(const StepPlan& plan) {
   return json;
 }
 
+// Tokens per second on the named card, and the hours of the run.
+struct CardPlan {
+  CardSpeed speed;
+  double flop_per_token = 0, tokens = 0, hours = 0;
+};
+
+CardPlan plan_on_card(const Config& config, const PlanOptions& options) {
+  CardPlan plan;
+  plan.flop_per_token = speed_of(config, make_parameter_table(config.model, false), "").flop_per_token;
+  plan.speed = card_speed(options.card, config, plan.flop_per_token);
+  plan.tokens =
+      static_cast<double>(config.training.steps * config.training.global_batch_size * config.data.sequence_length);
+  const double speed = plan.speed.tokens_per_second * static_cast<double>(options.num_gpus);
+  plan.hours = speed > 0 ? plan.tokens / speed / 3600 : 0;
+  return plan;
+}
+
+void print_card(const CardPlan& plan, const PlanOptions& options) {
+  if (plan.speed.tokens_per_second == 0) {
+    fmt::print("speed on {}: unknown; {}; `parka bench` measures it there\n", options.card, plan.speed.source);
+    return;
+  }
+  fmt::print(
+      "speed on {}: {} tok/s ({}){}; {:.3g} h for {} tokens\n", options.card,
+      format_count(plan.speed.tokens_per_second), plan.speed.source,
+      options.num_gpus == 1 ? "" : fmt::format(" on each of {} GPUs, without what they exchange", options.num_gpus),
+      plan.hours, format_count(plan.tokens));
+}
+
 void print_plan_json(const GpuPlan& plan, const Config& config, const PlanOptions& options, const Advice& advice,
-                     const std::optional<StepPlan>& step) {
+                     const std::optional<StepPlan>& step, const std::optional<CardPlan>& card) {
   const bool fits = advice.here && advice.here->changes.empty();
   ordered_json json = {{"gpus", options.num_gpus},
                        {"micro_batch_size", config.training.micro_batch_size},
@@ -257,6 +288,12 @@ void print_plan_json(const GpuPlan& plan, const Config& config, const PlanOption
   if (!fits && advice.here) json["fits_with"] = advice_json(*advice.here);
   if (advice.more_gpus) json["fits_on"] = advice_json(*advice.more_gpus);
   if (step) json["step"] = step_json(*step);
+  if (card) {
+    json["card"] = {{"flop_per_token", card->flop_per_token},
+                    {"tokens_per_second_per_gpu", card->speed.tokens_per_second},
+                    {"source", card->speed.source},
+                    {"hours", card->hours}};
+  }
   std::printf("%s\n", json.dump(2).c_str());
 }
 
@@ -270,23 +307,28 @@ void print_indivisible_batch(const Config& config, int64_t num_gpus) {
 
 }  // namespace
 
-int run_plan(const PlanOptions& options) {
+int run_plan(const PlanOptions& given) {
+  PlanOptions options = given;
+  if (!options.card.empty()) options.memory_limit_gb = card_memory_gb(options.card);
   require_config_writable(options.write_path, options.config_path);
   const Config config = load_config(options.config_path, options.overrides);
   if (config.device.kind != DeviceChoice::kCpu) check_head_dims(config, DeviceKind::kCuda);
   std::optional<StepPlan> step;
   if (!options.measured_path.empty()) step = plan_step(config, options);
+  std::optional<CardPlan> card;
+  if (!options.card.empty()) card = plan_on_card(config, options);
   const GpuPlan plan = plan_for_gpus(config, options.num_gpus);
   const int64_t limit = static_cast<int64_t>(options.memory_limit_gb * 1e9) - context_bytes(options.num_gpus);
   const bool fits = plan.total_bytes <= limit;
   const Advice advice = fits ? Advice{.here = MemoryAdvice{}, .more_gpus = {}} : advice_for(options);
   if (options.json) {
-    print_plan_json(plan, config, options, advice, step);
+    print_plan_json(plan, config, options, advice, step, card);
   } else {
+    print_indivisible_batch(config, options.num_gpus);
     print_table(config, plan, options.num_gpus);
     std::printf("%s into %.1f GB.\n", fits ? "Fits" : "Does not fit", options.memory_limit_gb);
     if (!fits) print_advice(advice, config, options.num_gpus);
-    print_indivisible_batch(config, options.num_gpus);
+    if (card) print_card(*card, options);
     if (step) print_step(*step);
   }
   if (options.write_path.empty()) return 0;

@@ -1,7 +1,10 @@
 #include "engine/config/config_io.h"
 
 #include <algorithm>
+#include <cmath>
+#include <cstdlib>
 #include <filesystem>
+#include <optional>
 #include <set>
 
 #include <fmt/format.h>
@@ -60,6 +63,16 @@ const json& in_todays_words(std::string_view path, const json& value) {
   return path == "optimizer.master" && value == "fp32_split" ? fp32 : value;
 }
 
+// 0.03 of "3%", which is allowed for the warm-up alone.
+std::optional<double> share_of_steps(std::string_view path, const json& value) {
+  if (path != "optimizer.schedule.warmup_steps" || !value.is_string()) return std::nullopt;
+  const std::string text = value.get<std::string>();
+  char* end = nullptr;
+  const double percent = std::strtod(text.c_str(), &end);
+  const bool is_share = end != text.c_str() && std::string_view(end) == "%" && percent >= 0 && percent <= 100;
+  return is_share ? std::optional(percent / 100) : std::nullopt;
+}
+
 // The message about a key that does not exist: the nearest one that does, where being in another section counts
 // half of a wrong letter, or a whole one beside others; or the keys of its section, if nothing is near.
 std::string unknown_key(const ConfigTable& table, const std::string& path) {
@@ -104,6 +117,9 @@ class ConfigReader {
       apply_recipe(config_.precision.recipe, config_);
     }
     for (const Given& given : given_) read_field(given);
+    ScheduleConfig& schedule = config_.optimizer.schedule;
+    const int64_t steps = schedule.total_steps > 0 ? schedule.total_steps : config_.training.steps;
+    if (warmup_share_) schedule.warmup_steps = std::llround(*warmup_share_ * static_cast<double>(steps));
     try {
       validate(config_);
     } catch (const Error& error) {
@@ -158,7 +174,11 @@ class ConfigReader {
     return line;
   }
 
-  void read_field(const Given& given) const {
+  void read_field(const Given& given) {
+    if (const auto share = share_of_steps(given.field->path, *given.value)) {
+      warmup_share_ = share;
+      return;
+    }
     const std::string problem = set_field(*given.field, *given.value);
     if (problem.empty()) return;
     const std::string& path = given.field->path;
@@ -172,7 +192,28 @@ class ConfigReader {
   ConfigTable table_;
   std::vector<Given> given_;
   std::vector<std::string> unknown_;  // paths
+  std::optional<double> warmup_share_ = {};
 };
+
+// Adds what `object`, a part of a file, gives as overrides of another.
+void add_overrides(const json& object, const std::string& prefix, const ConfigTable& table, const std::string& file,
+                   std::vector<std::string>& overrides) {
+  for (const auto& [key, value] : object.items()) {
+    const std::string path = prefix + key;
+    if (path == kSchemaKey) continue;
+    if (table.has_section(path) && value.is_object()) {
+      add_overrides(value, path + ".", table, file, overrides);
+      continue;
+    }
+    const ConfigField* field = table.find(path);
+    if (field == nullptr && find_removed(path) == nullptr) {
+      throw_bad_input("{}: {}", printable(file), unknown_key(table, path));
+    }
+    const std::string problem = field == nullptr || share_of_steps(path, value) ? "" : set_field(*field, value);
+    if (!problem.empty()) throw_bad_input("{}: {}: {}", printable(file), path, problem);
+    overrides.push_back(fmt::format("{}={}", path, value.dump()));
+  }
+}
 
 // The value of an override, as the JSON that a file would have held.
 json override_value(const ConfigField* field, const std::string& text) {
@@ -312,6 +353,18 @@ std::string config_file(const std::string& path) {
   if (!file_exists(file))
     throw_bad_input("{}: is a folder without a config.json; name a config file", printable(path));
   return file;
+}
+
+std::vector<std::string> overrides_of(const std::string& path) {
+  const std::string file = config_file(path);
+  const json root = read_config_file(file);
+  if (!root.is_object()) {
+    throw_bad_input("{}: expected an object of sections, got {}", printable(file), describe_json(root));
+  }
+  Config scratch;
+  std::vector<std::string> overrides;
+  add_overrides(root, "", make_config_table(scratch), file, overrides);
+  return overrides;
 }
 
 Config load_config(const std::string& path, const std::vector<std::string>& overrides) {

@@ -22,6 +22,9 @@ Config parse_config(const json& root, std::string_view source);
 // JSON; if it is none, or the key holds text, it is a string. The last override of a key counts.
 Config load_config(const std::string& path, const std::vector<std::string>& overrides);
 
+// The keys that a config file gives, as overrides of another: where a run has several configs, the later wins.
+std::vector<std::string> overrides_of(const std::string& path);
+
 // parse_config with overrides as above.
 Config override_config(json root, const std::vector<std::string>& overrides, const std::string& source);
 

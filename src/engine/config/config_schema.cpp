@@ -120,6 +120,9 @@ ordered_json config_schema() {
     if (by_recipe) description += ". The default is set by precision.recipe";
     ordered_json node = {{"description", description}};
     node.update(std::visit([](const auto& target) { return constraints(target); }, field.target));
+    if (field.path == "optimizer.schedule.warmup_steps") {
+      node.update({{"type", {"integer", "string"}}, {"pattern", "^[0-9.]+%$"}});
+    }
     if (!by_recipe) node["default"] = get_field(field);  // editors insert it
     schema_node(root, field.path) = std::move(node);
   }

@@ -188,6 +188,33 @@ void check_described_type(const fs::path& file, const json& description, TokenTy
                   name_of(type));
 }
 
+std::vector<std::string> overrides_of_data(const std::string& folder, int64_t eval_interval) {
+  const fs::path file = fs::path(folder) / "data.json";
+  const json description = read_description(file);
+  if (description.is_null()) {
+    throw_bad_input("--data {}: has no data.json of `parka prepare`; list token files in data.train instead",
+                    folder);
+  }
+  std::vector<std::string> overrides = {"data.token_dtype=" + description.at("dtype").get<std::string>()};
+  for (const char* split : {"train", "eval"}) {
+    json files = json::array();
+    const json about = description.value(split, json::object());
+    for (const json& name : about.value("files", json::array()))
+      files.push_back((fs::path(folder) / name).string());
+    overrides.push_back(fmt::format("data.{}={}", split, files.dump()));
+    if (split == "eval"sv && !files.empty() && eval_interval > 0) {
+      overrides.push_back(fmt::format("training.eval_interval={}", eval_interval));
+    }
+  }
+  if (const auto length = integer_of(description, "sequence_length")) {
+    overrides.push_back(fmt::format("data.sequence_length={}", *length));
+  }
+  if (description.contains("chat")) {
+    overrides.insert(overrides.end(), {"data.loss_mask=true", "data.documents=separate"});
+  }
+  return overrides;
+}
+
 void warn_of_vocabulary(const fs::path& file, const json& description, int64_t vocab_size) {
   const std::optional<int64_t> described = integer_of(description, "vocab_size");
   if (!described || *described <= vocab_size) return;

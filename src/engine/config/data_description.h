@@ -50,6 +50,10 @@ void check_described_type(const std::filesystem::path& file, const json& descrip
 // ids in it, learn what is no target, or cut sequences or documents elsewhere than they begin.
 void check_described(const std::filesystem::path& file, const json& description, const Config& config);
 
+// What the data.json in a folder says of its files, as overrides of a config. Where some are held out, they are
+// evaluated every `eval_interval` steps; 0: as the config says.
+std::vector<std::string> overrides_of_data(const std::string& folder, int64_t eval_interval);
+
 // Warns if the tokenizer has ids that the model lacks.
 void warn_of_vocabulary(const std::filesystem::path& file, const json& description, int64_t vocab_size);
 

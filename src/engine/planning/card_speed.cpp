@@ -1,0 +1,92 @@
+#include "engine/planning/card_speed.h"
+
+#include <algorithm>
+#include <cmath>
+#include <string_view>
+
+#include <fmt/format.h>
+
+namespace parka {
+namespace {
+
+struct Card {
+  std::string_view name;
+  double memory_gb;
+};
+constexpr Card kCards[] = {{"4090", 24}, {"a100", 80}, {"h100", 80}, {"h200", 141}};
+
+// step.*.1gpu.tok_s_gpu and 1xh100 of docs/results/figures.jsonl, by card and recipe from small to large models.
+struct CardFigure {
+  std::string_view card;
+  Recipe recipe;
+  std::string_view model;
+  double flop_per_token, tokens_per_second;
+};
+constexpr CardFigure kMeasured[] = {
+    {"h100", Recipe::kBf16, "OLMo-1B", 7.46e9, 80460},
+    {"h100", Recipe::kParka, "OLMo-1B", 7.46e9, 120266},
+    {"h100", Recipe::kParka, "Llama-2-7B", 4.125e10, 23875},
+    {"h100", Recipe::kParka, "Llama-3-8B", 5.147e10, 17226},
+    {"h200", Recipe::kBf16, "OLMo-1B", 7.46e9, 82012},
+    {"h200", Recipe::kBf16, "Llama-2-7B", 4.125e10, 15104},
+    {"h200", Recipe::kFp8Linear, "OLMo-1B", 7.46e9, 113313},
+    {"h200", Recipe::kFp8Linear, "Llama-2-7B", 4.125e10, 23820},
+    {"h200", Recipe::kCoat, "OLMo-1B", 7.46e9, 112379},
+    {"h200", Recipe::kCoat, "Llama-2-7B", 4.125e10, 23710},
+    {"h200", Recipe::kParka, "OLMo-1B", 7.46e9, 125267},
+    {"h200", Recipe::kParka, "Llama-2-7B", 4.125e10, 24697},
+    {"h200", Recipe::kParka, "Llama-3-8B", 5.147e10, 17853},
+};
+
+double flop_rate(const CardFigure& one) { return one.flop_per_token * one.tokens_per_second; }
+
+bool is_like_measured(const Config& config) {
+  return config.finetune.method == FinetuneMethod::kFull && !config.model.moe.exists() &&
+         !config.model.vision.exists();
+}
+
+bool takes_longer(const Config& config) {
+  return config.precision.recompute != Recompute::kNone || config.precision.offload_blocks > 0 ||
+         config.precision.offload_weights || config.optimizer.offload;
+}
+
+}  // namespace
+
+std::vector<std::string> card_names() {
+  std::vector<std::string> names;
+  for (const Card& card : kCards) names.emplace_back(card.name);
+  return names;
+}
+
+double card_memory_gb(const std::string& card) { return std::ranges::find(kCards, card, &Card::name)->memory_gb; }
+
+CardSpeed card_speed(const std::string& card, const Config& config, double flop_per_token) {
+  std::vector<const CardFigure*> rows;
+  for (const CardFigure& one : kMeasured) {
+    if (one.card == card && one.recipe == config.precision.recipe) rows.push_back(&one);
+  }
+  if (rows.empty() || !is_like_measured(config)) {
+    const std::string_view what = config.model.moe.exists()      ? "a mixture of experts"
+                                  : config.model.vision.exists() ? "a model that sees images"
+                                  : is_like_measured(config)     ? name_of(config.precision.recipe)
+                                                                 : "fine-tuning";
+    return {0, fmt::format("{} was not measured on it", what)};
+  }
+  const auto above =
+      std::ranges::find_if(rows, [&](const CardFigure* one) { return one->flop_per_token >= flop_per_token; });
+  const CardFigure& right = above == rows.end() ? *rows.back() : **above;
+  const CardFigure& left = above == rows.begin() || above == rows.end() ? right : **(above - 1);
+  const double width = std::log(right.flop_per_token / left.flop_per_token);
+  const double share = width > 0 ? std::log(flop_per_token / left.flop_per_token) / width : 0;
+  const double flops = flop_rate(left) + share * (flop_rate(right) - flop_rate(left));
+  constexpr double kAlike = 1.1;
+  const double ratio = flop_per_token / (above == rows.begin() ? right : left).flop_per_token;
+  std::string source =
+      ratio < 1 / kAlike ? fmt::format("at most: by {}, the smallest that was measured", right.model)
+      : &left == &right || ratio < kAlike ? fmt::format("by {}", left.model)
+                                          : fmt::format("between {} and {}", left.model, right.model);
+  if (takes_longer(config)) source += "; without what it recomputes or moves to host memory";
+  return {flops / flop_per_token, source};
+}
+
+}  // namespace parka
