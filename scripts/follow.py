@@ -5,6 +5,7 @@
     parka follow runs/a --tensorboard runs/tensorboard       # then: tensorboard --logdir runs/tensorboard
     parka follow runs/a --wandb PROJECT --prometheus /var/lib/node_exporter/a.prom
     parka follow runs/a --mlflow EXPERIMENT --once
+    parka train a.json --follow http,wandb                   # starts it beside the run, and ends it with that
 
 It reads the run's metrics.jsonl, waits for it where it is not there yet, and continues until Ctrl-C or SIGTERM; with --once it
 ends when it has sent what is there. Several sinks may be given at once. When a resumed run repeats steps, no sink has them
@@ -32,6 +33,7 @@ Exit codes: 0 done, 1 a defect of the script, 2 something is wrong with the inpu
 import argparse
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -109,9 +111,20 @@ def open_sinks(options, name):
     if options.http is not None:
         from sinks.page import Page
 
-        sinks.append(Page(options.run, name, options.http, options.parka))
-        print(f"http://127.0.0.1:{sinks[-1].port}/", flush=True)
+        sinks.append(Page(options.run, name, options.http))
+        print(f"http://127.0.0.1:{sinks[-1].port}/", file=sys.stderr if options.beside else sys.stdout, flush=True)
     return sinks
+
+
+def usual_port():
+    """8000, or a free one where somebody has that."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("127.0.0.1", 8000))
+        except OSError:
+            return 0
+    return 8000
 
 
 def parse_options():
@@ -125,9 +138,17 @@ def parse_options():
     parser.add_argument("--name", help="name of the run in all of these (default: its folder's)")
     parser.add_argument("--once", action="store_true", help="end when all that is there has been sent")
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks at the file (default: 2)")
-    parser.add_argument("--parka", metavar="PROGRAM", help="the program whose `plan` tells the page the memory of a GPU (default: "
-                        "the one in build/, else on PATH)")
+    parser.add_argument("--beside", metavar="SINK,...", help="end where standard input ends, and send to http[:PORT], "
+                        "tensorboard[:DIR], wandb[:PROJECT], mlflow[:EXPERIMENT], prometheus:FILE.prom; `parka train --follow` gives it")
     options = parser.parse_args()
+    for sink in filter(None, (options.beside or "").split(",")):
+        name, _, value = sink.partition(":")
+        defaults = {"http": str(usual_port()), "tensorboard": os.path.join(os.path.dirname(os.path.abspath(options.run)), "tensorboard"),
+                    "wandb": "parka", "mlflow": "parka", "prometheus": ""}
+        value = value or defaults.get(name, "")
+        if not value or name == "http" and not value.isdigit():
+            fail(f"{sink}: is no place to send a run to; give http, tensorboard, wandb, mlflow or prometheus:FILE.prom")
+        setattr(options, name, int(value) if name == "http" else value)
     if not (options.tensorboard or options.wandb or options.mlflow or options.prometheus or options.http is not None):
         fail("nothing to do; give --tensorboard, --wandb, --mlflow, --prometheus or --http")
     if options.once and options.http is not None:
@@ -144,6 +165,8 @@ def main():
     stop = threading.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, lambda *_: stop.set())
+    if options.beside:
+        threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
     tail = Tail(os.path.join(options.run, "metrics.jsonl"))
     try:
         sinks = open_sinks(options, options.name or os.path.basename(os.path.abspath(options.run)))

@@ -18,22 +18,17 @@ import urllib.parse
 from run_metrics import RunClock, fail
 from run_records import model_scalars
 
-ROOT = os.path.dirname(os.path.dirname(os.path.dirname(os.path.abspath(__file__))))
 COLUMNS = ("step", "tokens", "loss", "grad_norm", "lr", "tokens_per_second", "wall_tokens_per_second", "goodput", "applied")
 MOST_ROWS = 20000       # of an answer
 GPU_SECONDS = 5.0       # between two looks at the GPUs
 FACTS = ("host", "device", "ranks", "version", "commit", "command", "time")
-PROGRAMS = [os.path.join(ROOT, "build", preset, "parka") for preset in ("cuda", "release")]
 POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:; frame-ancestors 'none'"
 
 
-def find_program():
-    return next((program for program in PROGRAMS if os.access(program, os.X_OK)), shutil.which("parka"))
-
-
-def planned_memory(program, run, ranks):
+def planned_memory(run, ranks):
     """{part: bytes} of one GPU, as `parka plan` says; None where it cannot be told."""
     config = os.path.join(run, "config.json")
+    program = os.environ.get("PARKA_PROGRAM") or shutil.which("parka")
     if program is None or not os.path.exists(config):
         return None
     try:
@@ -66,8 +61,8 @@ def steps_of(run):
 class State:
     """What the page shows. Written by the thread that follows the run, read by those that answer."""
 
-    def __init__(self, run, name, program):
-        self.run, self.name, self.program = run, name, program
+    def __init__(self, run, name):
+        self.run, self.name = run, name
         self.lock = threading.Lock()
         self.epoch, self.memory, self.gpus, self.gpus_at, self.total_steps = 0, None, [], 0.0, None
         self.clear()
@@ -115,7 +110,7 @@ class State:
         if self.is_new_start:
             self.is_new_start = False
             self.total_steps = steps_of(self.run)
-            self.memory = planned_memory(self.program, self.run, start.get("ranks", 1))
+            self.memory = planned_memory(self.run, start.get("ranks", 1))
         if start.get("host") == os.uname().nodename and time.monotonic() - self.gpus_at > GPU_SECONDS:
             self.gpus, self.gpus_at = memory_in_use(), time.monotonic()
 
@@ -181,8 +176,8 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Page:
-    def __init__(self, run, name, port, program):
-        self.state = State(run, name, program or find_program())
+    def __init__(self, run, name, port):
+        self.state = State(run, name)
         with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "page.html"), encoding="utf-8") as file:
             handler = type("PageHandler", (Handler,), {"state": self.state, "page": file.read()})
         try:

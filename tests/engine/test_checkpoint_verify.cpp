@@ -26,7 +26,9 @@ struct Files {
       OutputFile file(folder / name);
       file.write(bytes);
       file.close();
-      verified.push_back({folder / name, kFileBytes, verify_file(InputFile(folder / name), file.checksum())});
+      WorkProgress progress("verifying", kFileBytes);
+      verified.push_back(
+          {folder / name, kFileBytes, verify_file(InputFile(folder / name), file.checksum(), progress)});
     }
   }
 

@@ -81,4 +81,12 @@ TEST_CASE("progress lines count the steps since the previous line, and the time 
   CHECK(line.find("loss 2.5000  norm 0.000  balance_loss 0.01234  imbalance 12  lr") != std::string::npos);
   CHECK(line.find("2k tok/s  2 TFLOP/s  MFU 50.0%") != std::string::npos);
   CHECK(line.find("goodput 62.5%  ETA 1m12s") != std::string::npos);
+  for (const size_t columns : {20, 60, 80, 120, 300}) {
+    CAPTURE(columns);
+    const std::string shown = progress.take_line(columns);
+    CHECK((shown.size() < columns || columns == 20));
+    CHECK(shown.find("loss 2.5000") != std::string::npos);
+    CHECK((shown.find("10%") != std::string::npos) == (columns > 20));
+    CHECK((shown.find("imbalance") != std::string::npos) == (columns == 300));
+  }
 }

@@ -252,7 +252,7 @@ class TensorBoard(FollowTest):
         run = self.make_run("a", [train_record(1)])
         with self.following(run, "--tensorboard", self.out):
             self.wait_for(lambda: len(self.files()) == 1)
-            self.assert_refused("--tensorboard: another follow.py writes .*/tensorboard/a; end that one, or give another --name or another "
+            self.assert_refused("--tensorboard: another .* writes .*/tensorboard/a; end that one, or give another --name or another "
                                 "DIR", run, "--once", "--tensorboard", self.out)
             self.assert_followed(run, "--tensorboard", self.out, "--name", "b")
             run.add(train_record(2))

@@ -109,7 +109,7 @@ class Page(FollowTest):
             (programs / name).chmod(0o755)
         run = self.make_run("a", [start_record(host=os.uname().nodename), train_record(1)])
         (run.folder / "config.json").write_text('{"training": {"steps": 500}}')
-        with self.serving(run, "--parka", programs / "parka", PATH=f"{programs}:{os.environ['PATH']}") as process:
+        with self.serving(run, PARKA_PROGRAM=str(programs / "parka"), PATH=f"{programs}:{os.environ['PATH']}") as process:
             port = self.port_of(process)
             self.wait_for(lambda: self.data(port)["gpus"])
             data = self.data(port)
@@ -121,7 +121,7 @@ class Page(FollowTest):
         run = self.make_run("a", [start_record(host="elsewhere"), train_record(1)])
         (self.folder / "nvidia-smi").write_text('#!/bin/sh\necho "1024, 81559"\n')
         (self.folder / "nvidia-smi").chmod(0o755)
-        with self.serving(run, "--parka", "/bin/false", PATH=f"{self.folder}:{os.environ['PATH']}") as process:
+        with self.serving(run, PARKA_PROGRAM="/bin/false", PATH=f"{self.folder}:{os.environ['PATH']}") as process:
             data = self.wait_for_step(self.port_of(process), 1)
         self.assertEqual((data["gpus"], data["memory"], data["total_steps"]), ([], None, None))
 
@@ -155,7 +155,7 @@ class Page(FollowTest):
                    quantization_record(300)]
         run = self.make_run("a", [*records, {"kind": "eval", "step": 300, "loss": 2.5}])
         (run.folder / "config.json").write_text('{"training": {"steps": 1200}}')
-        with self.serving(run, "--parka", "/bin/false") as process:
+        with self.serving(run, PARKA_PROGRAM="/bin/false") as process:
             port = self.port_of(process)
             self.wait_for_step(port, 300)
             result = subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={self.folder}/chromium",

@@ -1,7 +1,13 @@
 #include "core/log/log.h"
 
+#include <algorithm>
 #include <atomic>
+#include <cstdio>
+#include <cstdlib>
 #include <string_view>
+
+#include <sys/ioctl.h>
+#include <unistd.h>
 
 #include <spdlog/sinks/stdout_sinks.h>
 #include <spdlog/spdlog.h>
@@ -18,14 +24,15 @@ spdlog::level::level_enum level_of(LogLevel level) {
   return spdlog::level::err;
 }
 
-std::string_view word_of(LogLevel level) {
-  switch (level) {
-    case LogLevel::kInfo: return "";
-    case LogLevel::kWarning: return "warning: ";
-    case LogLevel::kError: break;
-  }
-  return "error: ";
+std::string word_of(LogLevel level) {
+  if (level == LogLevel::kInfo) return "";
+  const bool is_warning = level == LogLevel::kWarning;
+  const char* word = is_warning ? "warning:" : "error:";
+  const bool is_plain = log_columns() == 0 || std::getenv("NO_COLOR") != nullptr;
+  return is_plain ? fmt::format("{} ", word) : fmt::format("\x1b[{}m{}\x1b[0m ", is_warning ? 33 : 31, word);
 }
+
+constexpr const char* kLineStart = "\r\x1b[K";  // the beginning of a line, whose rest is erased
 
 std::atomic<int64_t> num_warnings = 0;
 
@@ -33,7 +40,29 @@ std::atomic<int64_t> num_warnings = 0;
 
 void log_to_stderr(bool with_times) {
   spdlog::set_default_logger(spdlog::stderr_logger_mt("parka"));
-  spdlog::set_pattern(with_times ? "%Y-%m-%d %H:%M:%S %v" : "%v");
+  spdlog::set_pattern(line_start() + (with_times ? "%Y-%m-%d %H:%M:%S %v" : "%v"));
+}
+
+size_t terminal_columns(int file) {
+  winsize size = {};
+  return isatty(file) != 0 && ioctl(file, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
+}
+
+size_t log_columns() {
+  const char* kind = std::getenv("TERM");
+  const bool is_dumb = kind == nullptr || std::string_view(kind) == "dumb";
+  return is_dumb ? 0 : terminal_columns(STDERR_FILENO);
+}
+
+std::string line_start() { return log_columns() > 0 ? kLineStart : ""; }
+
+void show_line(const std::string& line) {
+  const size_t columns = log_columns();
+  if (columns == 0 || !spdlog::should_log(spdlog::level::info)) return;
+  std::string shown = as_line(line);
+  shown.resize(std::min(shown.size(), columns - 1));
+  std::fprintf(stderr, "%s%s", kLineStart, shown.c_str());
+  std::fflush(stderr);
 }
 
 void log_from(LogLevel level) { spdlog::set_level(level_of(level)); }
@@ -79,7 +108,7 @@ std::string warnings_above() {
 
 void log_line(LogLevel level, const std::string& line) {
   if (level == LogLevel::kWarning) ++num_warnings;
-  const std::string worded = std::string(word_of(level)) + as_line(line);
+  const std::string worded = word_of(level) + as_line(line);
   spdlog::log(level_of(level), spdlog::string_view_t(worded));
 }
 

@@ -9,12 +9,21 @@ namespace parka {
 
 enum class LogLevel { kInfo, kWarning, kError };
 
-// Lines of warnings and errors begin with that word: who looks for them finds all of them.
+// Lines of warnings and errors begin with that word, in colour on a terminal: who looks for them finds all of them.
 // From now on lines go to stderr, with date and time before each where that is wanted.
 void log_to_stderr(bool with_times);
 // Lines below this level are left out.
 void log_from(LogLevel level);
 void flush_log();
+
+// Columns of the terminal behind a file descriptor; 0: there is none. log_columns() is that of the log.
+size_t terminal_columns(int file);
+size_t log_columns();
+// Shows a line on the log's terminal until the next line of the log, or another such one, takes its place.
+void show_line(const std::string& line);
+// What to print before a line that does not go through the log, to take such a place: empty where there is none.
+std::string line_start();
+
 // "; 2 warnings, see above" for the last line of a log, where there were any; else nothing.
 std::string warnings_above();
 

@@ -68,12 +68,16 @@ std::vector<std::string> verify_share(const std::vector<VerifiedFile>& files, co
                                       Communicator& ranks) {
   const std::vector<int> readers = share_out(manifest.files, ranks.size());
   std::vector<std::string> sums(files.size());
+  int64_t own_bytes = 0;
+  for (size_t i = 0; i < files.size(); ++i) own_bytes += readers[i] == ranks.rank() ? files[i].num_bytes : 0;
+  WorkProgress progress(fmt::format("verifying a checkpoint of {:.1f} GB", 1e-9 * static_cast<double>(own_bytes)),
+                        own_bytes);
   parallel_for(static_cast<int64_t>(files.size()), 1, [&](int64_t begin, int64_t end) {
     for (int64_t i = begin; i < end; ++i) {
       if (readers[i] != ranks.rank()) continue;
       const std::string& expected = manifest.files[i].checksum;
-      sums[i] = files[i].opened ? verify_file(*files[i].opened, expected)
-                                : verify_file(InputFile(files[i].path, NoPermission::kIsIo), expected);
+      sums[i] = files[i].opened ? verify_file(*files[i].opened, expected, progress)
+                                : verify_file(InputFile(files[i].path, NoPermission::kIsIo), expected, progress);
     }
   });
   return sums;
@@ -300,11 +304,13 @@ void LoadedCheckpoint::read_own_ranges(const std::vector<TensorRange>& ranges,
   std::vector<BlockRange> blocks;
   blocks.reserve(windows.size());
   for (const Window& window : windows) blocks.push_back(window.blocks);
+  WorkProgress progress("reading a checkpoint", static_cast<int64_t>(blocks.size()));
   BlockReadAhead reader(*files_, std::move(blocks));
   auto read = reads.begin();
   for (const Window& window : windows) {
     const ByteSpan bytes = reader.next();
     heartbeat();
+    progress.add(1);
     for (size_t i = 0; i < window.num_reads; ++i, ++read) {
       const SafetensorsEntry& tensor = index_->tensors[read->tensor];
       callback(tensor, read->elements.begin,

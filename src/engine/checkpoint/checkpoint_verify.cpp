@@ -21,7 +21,7 @@ std::string sum_of(ByteSpan block) {
 
 }  // namespace
 
-std::string verify_file(const InputFile& file, const std::string& expected) {
+std::string verify_file(const InputFile& file, const std::string& expected, WorkProgress& progress) {
   Checksum whole;
   std::string sums;
   std::vector<std::byte> buffer(static_cast<size_t>(std::min(kVerifiedBlockBytes, file.num_bytes())));
@@ -32,6 +32,7 @@ std::string verify_file(const InputFile& file, const std::string& expected) {
     whole.update(block);
     sums += sum_of(block);
     heartbeat();
+    progress.add(static_cast<int64_t>(block.size()));
   }
   if (whole.hex() != expected) {
     throw_bad_input("{}: has checksum {}, the manifest says {}: damaged or replaced", file.path(), whole.hex(),

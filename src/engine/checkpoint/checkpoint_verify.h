@@ -11,6 +11,7 @@
 #include <unordered_map>
 #include <vector>
 
+#include "core/log/work_progress.h"
 #include "engine/files/file_io.h"
 
 // Every byte of a checkpoint is compared with the manifest before the checkpoint is used, and again on use. Use may
@@ -22,7 +23,7 @@ inline constexpr int64_t kVerifiedBlockBytes = 512 << 10;
 
 // The checksums of a file's blocks, as Checksum::hex() prints them, one after the other. Throws Error(kBadInput)
 // unless the file's own checksum is `expected`. Each block is a heartbeat().
-std::string verify_file(const InputFile& file, const std::string& expected);
+std::string verify_file(const InputFile& file, const std::string& expected, WorkProgress& progress);
 
 struct VerifiedFile {
   std::string path;

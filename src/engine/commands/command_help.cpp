@@ -3,13 +3,13 @@
 #include <algorithm>
 #include <string_view>
 
-#include <sys/ioctl.h>
 #include <unistd.h>
 
 #include <fmt/format.h>
 #include <fmt/ranges.h>
 #include <CLI/CLI.hpp>
 
+#include "core/log/log.h"
 #include "engine/config/config_table.h"
 
 namespace parka {
@@ -51,14 +51,10 @@ std::string value_part(const CLI::Option& option) {
                      option.get_required() ? " REQUIRED" : "");
 }
 
-// The columns of the terminal that reads this; 0: there is none, and lines stay whole.
-size_t terminal_columns() {
-  winsize size = {};
-  return isatty(STDOUT_FILENO) != 0 && ioctl(STDOUT_FILENO, TIOCGWINSZ, &size) == 0 ? size.ws_col : 0;
-}
-
-// `help` with lines longer than `columns` broken between words; what continues a line is indented by `indent`.
-std::string wrapped(const std::string& help, size_t columns, size_t indent) {
+// `help` with lines that the terminal would break broken between words; what continues a line is indented by
+// `indent`.
+std::string wrapped(const std::string& help, size_t indent) {
+  const size_t columns = terminal_columns(STDOUT_FILENO);
   constexpr size_t kLeastText = 20;
   if (columns < indent + kLeastText) return help;
   std::string text;
@@ -83,13 +79,13 @@ class HelpFormatter final : public CLI::Formatter {
   std::string make_option_opts(const CLI::Option* option) const override { return value_part(*option); }
   std::string make_option_desc(const CLI::Option* option) const override { return description_of(*option); }
   std::string make_option(const CLI::Option* option, bool is_positional) const override {
-    return wrapped(CLI::Formatter::make_option(option, is_positional), terminal_columns(), get_column_width());
+    return wrapped(CLI::Formatter::make_option(option, is_positional), get_column_width());
   }
   std::string make_description(const CLI::App* app) const override {
-    return wrapped(CLI::Formatter::make_description(app), terminal_columns(), 0);
+    return wrapped(CLI::Formatter::make_description(app), 0);
   }
   std::string make_subcommand(const CLI::App* command) const override {
-    return wrapped(CLI::Formatter::make_subcommand(command), terminal_columns(), get_column_width());
+    return wrapped(CLI::Formatter::make_subcommand(command), get_column_width());
   }
 };
 

@@ -6,6 +6,7 @@
 #include <cstdio>
 #include <cstdlib>
 #include <optional>
+#include <regex>
 
 #include <fmt/ranges.h>
 
@@ -61,6 +62,14 @@ const CLI::Validator kGigabytes(
     [](std::string& text) {
       text = without_gigabytes(text);
       return std::string();
+    },
+    "");
+const CLI::Validator kSinks(
+    [](std::string& text) {
+      static const std::regex sinks("((http|tensorboard|wandb|mlflow|prometheus)(:[^,]+)?(,(?!$)|$))+");
+      return std::regex_match(text, sinks)
+                 ? std::string()
+                 : fmt::format("got {}; give http, tensorboard, wandb, mlflow or prometheus:FILE.prom", text);
     },
     "");
 const CLI::Validator kLocalPath(
@@ -156,6 +165,9 @@ void add_train(CLI::App& app, GivenConfigs& configs, TrainOptions& options) {
   command.add_flag(
       "--must-be-new,--fresh", options.must_be_new,
       "Fail instead of resuming when checkpoint.folder already has checkpoints (--fresh: its old name)");
+  add(command, "--follow", options.follow, "SINK,...",
+      "Run `parka follow` beside it: http, tensorboard, wandb, mlflow or prometheus:FILE.prom")
+      ->check(kSinks);
   command.add_flag(
       "--convert-states", options.convert_states,
       "Resume although the config has other formats of masters and moments (optimizer.states, master, ...) than the "
@@ -563,7 +575,7 @@ int run_command_line(int argc, char** argv) {
     finish_output();
     return status;
   } catch (const Error& error) {
-    std::fprintf(stderr, "parka: error: %s\n", as_line(error.what()).c_str());
+    std::fprintf(stderr, "%sparka: error: %s\n", line_start().c_str(), as_line(error.what()).c_str());
     return static_cast<int>(error.code());
   } catch (const std::bad_alloc&) {
     std::fprintf(stderr, "parka: error: out of memory; try a smaller training.micro_batch_size\n");

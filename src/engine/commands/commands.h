@@ -23,6 +23,7 @@ struct TrainOptions {
   StartedRanks started;
   bool must_be_new = false;       // refuse to start where checkpoints exist
   bool convert_states = false;    // resume with other formats of masters and moments
+  std::string follow = {};        // "http,wandb": to which sinks `parka follow` sends the run; empty: to none
   std::string command_line = {};  // as it was given, for the record of the start
 };
 int run_train(const TrainOptions& options);

@@ -4,6 +4,7 @@
 #include <span>
 #include <vector>
 
+#include "core/log/work_progress.h"
 #include "engine/config/data_sources.h"
 #include "engine/files/file_io.h"
 
@@ -75,7 +76,8 @@ DataStatistics data_statistics(TokenFile file, DataDescriptions& descriptions, c
   DocumentCounter of_mask;
   std::vector<int32_t> ids;
   std::vector<uint8_t> marks;
-  for (int64_t begin = 0; begin < file.num_tokens(); begin += kPiece) {
+  WorkProgress progress("reading " + file.path(), file.num_tokens());
+  for (int64_t begin = 0; begin < file.num_tokens(); begin += kPiece, progress.add(kPiece)) {
     const int64_t count = std::min(kPiece, file.num_tokens() - begin);
     ids.resize(static_cast<size_t>(count));
     file.read(begin, count, vocab_size, ids.data());

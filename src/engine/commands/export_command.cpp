@@ -7,6 +7,7 @@
 
 #include "core/error.h"
 #include "core/log/log.h"
+#include "core/log/work_progress.h"
 #include "engine/checkpoint/checkpoint_base.h"
 #include "engine/checkpoint/checkpoint_weights.h"
 #include "engine/checkpoint/saved_state.h"
@@ -324,9 +325,13 @@ class Exporter {
     for (const HuggingFaceTensor& tensor : tensors) {
       entries.push_back({.name = tensor.name, .dtype = format_of(tensor, usual), .shape = tensor.shape});
     }
+    WorkProgress progress("exporting", static_cast<int64_t>(tensors.size()));
     return write_huggingface_weights(
         folder, entries, options_.shard_size.empty() ? kDefaultFileBytes : parse_byte_size(options_.shard_size),
-        [&](size_t i, OutputFile& file) { write_tensor(tensors[i], entries[i], file); });
+        [&](size_t i, OutputFile& file) {
+          write_tensor(tensors[i], entries[i], file);
+          progress.add(1);
+        });
   }
 
   void write_tensor(const HuggingFaceTensor& tensor, const SafetensorsEntry& entry, OutputFile& file) const {

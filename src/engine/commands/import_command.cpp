@@ -6,6 +6,7 @@
 
 #include "core/error.h"
 #include "core/log/log.h"
+#include "core/log/work_progress.h"
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/commands/commands.h"
 #include "engine/config/config_io.h"
@@ -231,24 +232,25 @@ class Importer {
 
   std::vector<Manifest::File> write_shards(const DraftFolder& draft) const {
     std::vector<Manifest::File> files;
+    WorkProgress progress("importing", static_cast<int64_t>(targets_.size()));
     std::vector<const Target*> shard;
     int64_t filled = 0;
     for (const Target& target : targets_) {
       const int64_t bytes = num_bytes_of(target.entry.dtype, target.entry.shape);
       if (!shard.empty() && filled + bytes > kMaxShardBytes) {
-        files.push_back(write_shard(draft, shard_name(files.size()), shard));
+        files.push_back(write_shard(draft, shard_name(files.size()), shard, progress));
         shard.clear();
         filled = 0;
       }
       shard.push_back(&target);
       filled += bytes;
     }
-    files.push_back(write_shard(draft, shard_name(files.size()), shard));
+    files.push_back(write_shard(draft, shard_name(files.size()), shard, progress));
     return files;
   }
 
-  Manifest::File write_shard(const DraftFolder& draft, const std::string& name,
-                             std::vector<const Target*> shard) const {
+  Manifest::File write_shard(const DraftFolder& draft, const std::string& name, std::vector<const Target*> shard,
+                             WorkProgress& progress) const {
     // Larger elements first, so that all are aligned.
     std::ranges::stable_sort(
         shard, [](const Target* a, const Target* b) { return size_of(a->entry.dtype) > size_of(b->entry.dtype); });
@@ -260,6 +262,7 @@ class Importer {
     for (const Target* target : shard) {
       for (const Target::Source& source : target->sources) copy(source, target->entry, file);
       write_made_rows(*target, file);
+      progress.add(1);
     }
     file.sync_and_close();
     return {name, file.num_bytes(), file.checksum()};

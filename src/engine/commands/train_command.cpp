@@ -1,5 +1,6 @@
 #include <algorithm>
 #include <memory>
+#include <optional>
 #include <string>
 
 #include "comm/launch/launch.h"
@@ -12,6 +13,7 @@
 #include "engine/commands/version.h"
 #include "engine/config/config_io.h"
 #include "engine/planning/memory_advice.h"
+#include "engine/text/helper_process.h"
 #include "engine/text/tokenizer_files.h"
 #include "engine/training/run_folder.h"
 #include "engine/training/run_lock.h"
@@ -101,6 +103,8 @@ int run_train(const TrainOptions& options) {
     launch.require_same("the config", to_lines(config), "start all ranks with the same config and --set");
     require_trainable(options, config);
     const std::unique_ptr<const RunLock> lock = lock_folder(config, launch);
+    std::optional<Follower> follower;
+    if (launch.rank() == 0 && !options.follow.empty()) follower.emplace(config.checkpoint.folder, options.follow);
     catch_stop_signals();
     const int gpu = launch.agree_on_gpu(wants_gpu(config, options.started));
     const std::string idle = idle_gpus(launch.size(), gpu < 0 ? 0 : num_cuda_devices());

@@ -13,6 +13,7 @@
 
 #include "core/error.h"
 #include "core/log/log.h"
+#include "core/log/work_progress.h"
 #include "data/batch_loader.h"
 #include "data/read_only_file.h"
 #include "engine/config/data_description.h"
@@ -68,7 +69,9 @@ EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& f
   const int64_t images_per_sequence = files.rules().images.any() ? model.shape().images_per_sequence : 0;
   int64_t own_targets = 0;
   double sum = 0;
-  for (int64_t round = 0; round < ceil_div(batches, ranks); ++round) {
+  const int64_t rounds = ceil_div(batches, ranks);
+  WorkProgress progress(fmt::format("evaluating {} sequences", result.num_sequences), rounds);
+  for (int64_t round = 0; round < rounds; ++round, progress.add(1)) {
     // All ranks make the same collective calls: one without a micro-batch left repeats its last, uncounted.
     const int64_t own = round * ranks + communicator.rank() / slices, batch = std::min(own, batches - 1);
     const int64_t begin = batch * micro_batch, count = std::min(micro_batch, result.num_sequences - begin);

@@ -10,6 +10,7 @@
 #include <fmt/format.h>
 
 #include "core/error.h"
+#include "core/log/work_progress.h"
 #include "kernels/ops/elementwise/cross_entropy.h"
 
 namespace parka {
@@ -138,7 +139,9 @@ std::vector<double> score(Device& device, Model& model, const EvalTask& task, co
   const auto count = static_cast<int64_t>(batches.size());
   const int64_t ranks = communicator.size();
   std::string own_scores;
-  for (int64_t round = 0; round < ceil_div(count, ranks); ++round) {
+  const int64_t rounds = ceil_div(count, ranks);
+  WorkProgress progress(fmt::format("evaluating {}", task.name), rounds);
+  for (int64_t round = 0; round < rounds; ++round, progress.add(1)) {
     // A rank without a batch does the last one again, and does not count it, as in evaluate_loss().
     const int64_t own = round * ranks + communicator.rank(), index = std::min(own, count - 1);
     const QueryBatch& batch = batches[index];

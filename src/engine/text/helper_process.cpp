@@ -61,6 +61,13 @@ std::vector<std::string> command_of(const std::string& name, const std::vector<s
   return command;
 }
 
+// Tells scripts that are started from now on what they are called, and which program starts them.
+void introduce(const std::string& name) {
+  std::error_code ignored;
+  setenv("PARKA_COMMAND", name.c_str(), 1);
+  setenv("PARKA_PROGRAM", fs::read_symlink("/proc/self/exe", ignored).c_str(), 1);
+}
+
 // `command` as exec takes it.
 std::vector<char*> words_of(const std::vector<std::string>& command) {
   std::vector<char*> words;
@@ -74,9 +81,7 @@ std::vector<char*> words_of(const std::vector<std::string>& command) {
 
 void become_python(const std::string& name, const std::string& script, const std::vector<std::string>& arguments) {
   const std::vector<std::string> command = command_of(script, arguments);
-  std::error_code ignored;
-  setenv("PARKA_COMMAND", name.c_str(), 1);
-  setenv("PARKA_PROGRAM", fs::read_symlink("/proc/self/exe", ignored).c_str(), 1);
+  introduce(name);
   execvp(command.front().c_str(), words_of(command).data());
   throw_bad_input("{}: cannot be started: {}; install Python 3, or set PARKA_PYTHON to one", command.front(),
                   std::strerror(errno));
@@ -106,6 +111,21 @@ int spawn(const std::vector<std::string>& command, int socket, pid_t& pid) {
   return error;
 }
 
+FileDescriptor spawn_connected(const std::vector<std::string>& command, pid_t& pid) {
+  int ends[2];
+  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) {
+    throw_io("cannot make a socket: {}", std::strerror(errno));
+  }
+  FileDescriptor own(ends[0]);
+  const FileDescriptor other(ends[1]);
+  if (const int error = spawn(command, other.get(), pid); error != 0) {
+    pid = -1;
+    throw_bad_input("{}: cannot be started: {}; install Python 3, or set PARKA_PYTHON to one", command.front(),
+                    std::strerror(error));
+  }
+  return own;
+}
+
 std::string describe_end(int status) {
   return WIFSIGNALED(status)
              ? fmt::format("was ended by signal {} ({})", WTERMSIG(status), strsignal(WTERMSIG(status)))
@@ -113,19 +133,7 @@ std::string describe_end(int status) {
 }
 
 HelperProcess::HelperProcess(const std::vector<std::string>& command)
-    : name_(fmt::format("{}", fmt::join(command, " "))) {
-  int ends[2];
-  if (socketpair(AF_UNIX, SOCK_STREAM | SOCK_CLOEXEC, 0, ends) != 0) {
-    throw_io("cannot make a socket: {}", std::strerror(errno));
-  }
-  socket_ = FileDescriptor(ends[0]);
-  const FileDescriptor other(ends[1]);
-  if (const int error = spawn(command, other.get(), pid_); error != 0) {
-    pid_ = -1;
-    throw_bad_input("{}: cannot be started: {}; install Python 3, or set PARKA_PYTHON to one", command.front(),
-                    std::strerror(error));
-  }
-}
+    : name_(fmt::format("{}", fmt::join(command, " "))), socket_(spawn_connected(command, pid_)) {}
 
 HelperProcess::~HelperProcess() {
   if (pid_ < 0) return;
@@ -186,6 +194,20 @@ std::string HelperProcess::receive(std::chrono::seconds patience) {
   std::string line = received_.substr(0, end);
   received_.erase(0, end + 1);
   return line;
+}
+
+Follower::Follower(const std::string& run_folder, const std::string& sinks) {
+  introduce("parka follow");
+  socket_ = spawn_connected(command_of("follow.py", {run_folder, "--beside", sinks}), pid_);
+}
+
+Follower::~Follower() {
+  constexpr int kMostRounds = 6000;
+  shutdown(socket_.get(), SHUT_RDWR);
+  for (int round = 0; waitpid(pid_, nullptr, WNOHANG) == 0; ++round) {
+    if (round == kMostRounds) kill(pid_, SIGKILL);
+    std::this_thread::sleep_for(std::chrono::milliseconds(10));
+  }
 }
 
 PythonHelper::PythonHelper(const std::string& script, const std::vector<std::string>& arguments)

@@ -19,6 +19,9 @@ namespace parka {
 // Starts a program in a process group of its own, with the usual signals. Its standard input and output are
 // `socket`; -1: it has no input, and this process's output. Returns the errno of what failed, or 0.
 int spawn(const std::vector<std::string>& command, int socket, pid_t& pid);
+// The same with a socket of its own, of which this is the other end. Throws Error(kBadInput) if it cannot be
+// started.
+FileDescriptor spawn_connected(const std::vector<std::string>& command, pid_t& pid);
 std::string describe_end(int status);  // as waitpid() gives it
 
 // A child process that answers lines on its standard output with lines on its standard input. When its input ends,
@@ -40,10 +43,22 @@ class HelperProcess {
   bool wait_for_end(std::chrono::milliseconds patience);  // whether it has ended
 
   std::string name_;  // for messages
+  pid_t pid_ = -1;    // -1 once it has ended
   FileDescriptor socket_{-1};
-  pid_t pid_ = -1;  // -1 once it has ended
   int status_ = 0;  // as waitpid() gives it, then
   std::string received_;
+};
+
+// `parka follow` beside a run, which it sends to `sinks`. It ends with this object, or its process.
+class Follower {
+ public:
+  Follower(const std::string& run_folder, const std::string& sinks);
+  Follower& operator=(Follower&&) = delete;
+  ~Follower();  // waits until the last records are sent, but no more than a minute
+
+ private:
+  pid_t pid_ = -1;
+  FileDescriptor socket_{-1};  // its standard input
 };
 
 // A process of one of the Python files in scripts/ that answers lines of JSON. All functions throw Error(kBadInput)

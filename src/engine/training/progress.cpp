@@ -2,8 +2,8 @@
 
 #include <fmt/format.h>
 
+#include <algorithm>
 #include <array>
-#include <chrono>
 #include <cmath>
 
 namespace parka {
@@ -26,19 +26,6 @@ std::string parameters_text(const ParameterTable& table) {
              : fmt::format("{}, of which a token uses {}", text, format_count(static_cast<double>(active)));
 }
 
-std::string format_duration(double seconds) {
-  const auto total = static_cast<int64_t>(std::llround(std::fmin(std::fmax(seconds, 0.0), 1e15)));
-  const int64_t h = total / 3600, m = total / 60 % 60, s = total % 60;
-  if (h >= 48) return fmt::format("{}d{:02}h", h / 24, h % 24);
-  if (h > 0) return fmt::format("{}h{:02}m", h, m);
-  if (m > 0) return fmt::format("{}m{:02}s", m, s);
-  return fmt::format("{}s", s);
-}
-
-double steady_seconds() {
-  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-}
-
 void Progress::add(const StepReport& report, double goodput) {
   last_ = report;
   goodput_ = goodput;
@@ -46,7 +33,26 @@ void Progress::add(const StepReport& report, double goodput) {
   interval_seconds_ += report.seconds;
 }
 
-std::string Progress::take_line() {
+namespace {
+
+constexpr int kNever = 99;  // only in a line for a terminal
+
+// The parts, without as many as do not fit into so many columns; 0: all.
+std::string joined(const std::vector<std::pair<int, std::string>>& parts, size_t columns) {
+  std::string line;
+  for (int most = kNever - 1; most >= 0; --most) {
+    line.clear();
+    for (const auto& [rank, text] : parts) {
+      if (rank <= most) line += (line.empty() ? "" : "  ") + text;
+    }
+    if (columns == 0 || line.size() < columns) break;
+  }
+  return line;
+}
+
+}  // namespace
+
+std::string Progress::take_line(size_t columns) {
   const double per_step = interval_steps_ > 0 ? interval_seconds_ / static_cast<double>(interval_steps_) : 0.0;
   const double now = clock_();
   const double wall = interval_steps_ > 0 ? (now - last_line_) / static_cast<double>(interval_steps_) : 0.0;
@@ -57,19 +63,26 @@ std::string Progress::take_line() {
   interval_steps_ = 0;
   interval_seconds_ = 0;
   const double flops = tokens_per_second * speed_.flop_per_token;
-  const std::string mfu =
-      speed_.peak_flops > 0 ? fmt::format("  MFU {:.1f}%", 100 * speed_.utilization(flops, num_cards_)) : "";
-  std::string others;
+  const std::string total = std::to_string(total_steps_), step = std::to_string(last_.step);
+  const double share = static_cast<double>(last_.step) / static_cast<double>(std::max<int64_t>(total_steps_, 1));
+  // What a short line lacks first has the largest number.
+  std::vector<std::pair<int, std::string>> parts = {
+      {0, fmt::format("step {:>{}}/{}", step, total.size(), total)},
+      {columns == 0 ? kNever : 2, fmt::format("{:.0f}%", 100 * share)},
+      {columns == 0 ? 0 : 8, "tokens " + format_count(static_cast<double>(last_.step * tokens_per_step_))},
+      {0, fmt::format("loss {:.4f}", last_.loss)},
+      {5, fmt::format("norm {:.3f}", last_.grad_norm)}};
   for (const auto& [name, value] : last_.scalars) {
-    if (name != "loss" && name != "grad_norm") others += fmt::format("  {} {:.4g}", name, value);
+    if (name != "loss" && name != "grad_norm") parts.emplace_back(9, fmt::format("{} {:.4g}", name, value));
   }
-  const std::string total = std::to_string(total_steps_);
-  return fmt::format(
-      "step {:>{}}/{}  tokens {}  loss {:.4f}  norm {:.3f}{}  lr {:.2e}  {} tok/s  {:.3g} TFLOP/s{}  goodput {:.1f}% "
-      " ETA {}",
-      last_.step, total.size(), total, format_count(static_cast<double>(last_.step * tokens_per_step_)), last_.loss,
-      last_.grad_norm, others, last_.learning_rate, format_count(tokens_per_second), 1e-12 * flops, mfu,
-      100 * goodput_, format_duration(left));
+  parts.emplace_back(4, fmt::format("lr {:.2e}", last_.learning_rate));
+  parts.emplace_back(1, format_count(tokens_per_second) + " tok/s");
+  parts.emplace_back(7, fmt::format("{:.3g} TFLOP/s", 1e-12 * flops));
+  if (speed_.peak_flops > 0)
+    parts.emplace_back(3, fmt::format("MFU {:.1f}%", 100 * speed_.utilization(flops, num_cards_)));
+  parts.emplace_back(6, fmt::format("goodput {:.1f}%", 100 * goodput_));
+  parts.emplace_back(0, "ETA " + format_duration(left));
+  return joined(parts, columns);
 }
 
 }  // namespace parka

@@ -4,17 +4,16 @@
 #include <string>
 #include <utility>
 
+#include "core/log/work_progress.h"
 #include "engine/training/speed.h"
 #include "engine/training/training_run.h"
 #include "model/parameter_table.h"
 
 namespace parka {
 
-std::string format_count(double value);       // 1234567 -> "1.23M"
-std::string format_duration(double seconds);  // 4000 -> "1h06m"
+std::string format_count(double value);  // 1234567 -> "1.23M"
 // "6.92B parameters, of which a token uses 1.28B", or without the second number where it uses all.
 std::string parameters_text(const ParameterTable& table);
-double steady_seconds();  // of a clock that never goes back
 
 // Makes progress lines from step reports. Speed is that of the steps since the previous line, by the device's time.
 // The time left is based on the wall clock, so saves and evaluation count.
@@ -32,8 +31,9 @@ class Progress {
 
   void add(const StepReport& report, double goodput);
   // "step  120/1000  tokens 1.97M  loss 2.1234  norm 0.87  lr 2.90e-03  31.2k tok/s  602 TFLOP/s MFU 60.9%  goodput
-  // 99.2%  ETA 4m12s" for the last step added: scalars follow the norm, MFU needs a known peak. Starts an interval.
-  std::string take_line();
+  // 99.2%  ETA 4m12s" for the last step added: scalars follow the norm, MFU needs a known peak. Of `columns`,
+  // unless they are 0, it takes fewer, with the share of the steps and without what fits least. Starts an interval.
+  std::string take_line(size_t columns = 0);
 
  private:
   int64_t total_steps_, tokens_per_step_;

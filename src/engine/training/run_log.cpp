@@ -64,8 +64,7 @@ std::string describe_bad_step(const StepReport& report, const Config& config) {
 
 void log_model(const TrainingRun& run, const ModelSpeed& speed) {
   const ParameterTable& table = run.model().parameters();
-  log_info("model: {}; {} FLOP/token = {}", parameters_text(table), format_count(speed.flop_per_token),
-           speed.formula);
+  log_info("model: {}, {} FLOP/token", parameters_text(table), format_count(speed.flop_per_token));
   if (speed.peak_flops > 0) {
     log_info("MFU is relative to a dense peak of {:.0f} TFLOP/s of each GPU", 1e-12 * speed.peak_flops);
   }

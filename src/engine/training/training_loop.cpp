@@ -143,7 +143,10 @@ class TrainingLoop {
     if (report->is_finite() && saver_.newest_step() >= 0) saver_.remove_older();
     const bool is_last = report->step == config_.training.steps;
     if (report->step % config_.training.log_interval == 0 || is_last) {
-      log_line(LogLevel::kInfo, progress_->take_line());
+      constexpr size_t kTime = 20;  // the columns before a line that stays
+      const size_t columns = log_columns();
+      const std::string line = progress_->take_line(is_last && columns > kTime ? columns - kTime : columns);
+      columns > 0 && !is_last ? show_line(line) : log_line(LogLevel::kInfo, line);
     }
   }
 
