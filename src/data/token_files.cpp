@@ -109,7 +109,7 @@ void TokenFiles::add_file(const std::string& path) {
   TokenFile file(path, raw_type_, vocab_size_);
   if (file.num_tokens() < sequence_length_) {
     throw_bad_input(
-        "{}: {} tokens are fewer than one sequence of {}; remove the file or lower "
+        "{}: {} tokens are fewer than one sequence of {}; remove the file, make it longer (parka prepare --eval-fraction), or lower "
         "data.sequence_length",
         path, file.num_tokens(), sequence_length_);
   }
