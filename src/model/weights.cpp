@@ -355,19 +355,16 @@ TensorView ModelWeights::copied(size_t i) const {
 // Makes the copies that are kept of a whole weight, from its elements.
 void ModelWeights::quantize_whole(Device& device, size_t i, const TensorView& weight) const {
   if (!has_copy(i) || !keeps_rows(i)) return;
-  const ScaledView kept_t = keeps_transposed(i) ? copies_[i].w_t : ScaledView{};
-  for_each_matrix(i, weight, copies_[i].w, kept_t,
-                  [&](const TensorView& x, const ScaledView& w, const ScaledView& w_t, const TensorView& amax) {
-                    parka::quantize(device, {.x = x, .out = w, .out_t = w_t, .amax = amax});
-                  });
+  make_codes(device, i, weight, copies_[i].w, keeps_transposed(i) ? copies_[i].w_t : ScaledView{});
 }
 
-template <typename F>
-void ModelWeights::for_each_matrix(size_t i, const TensorView& weight, const ScaledView& w, const ScaledView& w_t,
-                                   const F& f) const {
-  const int64_t n = parameters_[i].num_stacked;
-  for (int64_t e = 0; e < n; ++e) {
-    f(matrix_of(weight, e, n), matrix_of(w, e, n), matrix_of(w_t, e, n), amax_of(i, e));
+void ModelWeights::make_codes(Device& device, size_t i, const TensorView& weight, const ScaledView& w,
+                              const ScaledView& w_t) const {
+  if (is_stacked(i)) {
+    quantize_matrices(
+        device, {.x = weight, .amax = amax_of(i), .scales = copies_[i].w.scale, .out = w.data, .out_t = w_t.data});
+  } else {
+    parka::quantize(device, {.x = weight, .out = w, .out_t = w_t, .amax = amax_of(i)});
   }
 }
 
@@ -390,10 +387,11 @@ void ModelWeights::find_expert_amax(Device& device) const {
   const TensorView stacked = amax_.rows(num_weights, num_stacked);
   device.fill_zero(stacked.data, stacked.bytes());
   for (size_t i = 0; i < own_.size(); ++i) {
-    if (!is_stacked(i)) continue;
-    for_each_own_part(i, [&](int64_t e, int64_t begin, int64_t count) {
-      parka::amax(device, {.x = own_[i].rows(begin, count), .result = amax_of(i, e)});
-    });
+    if (!is_stacked(i) || own_[i].empty()) continue;
+    const ParameterInfo& p = parameters_[i];
+    parka::amax(
+        device,
+        {.x = own_[i], .result = amax_of(i), .part = p.numel() / p.num_stacked, .first = p.own_elements().begin});
   }
 }
 
@@ -414,7 +412,7 @@ void ModelWeights::quantize_piece(Device& device, size_t i) const {
   const ScaledView& w = copies_[i].w;
   if (is_stacked(i)) {
     // Of all experts: those that this rank has nothing of are gathered as codes, without their scale.
-    tensor_scales(device, {expert_amax(i), w.data.dtype, w.scale});
+    tensor_scales(device, {amax_of(i), w.data.dtype, w.scale});
     for_each_own_part(i, [&](int64_t e, int64_t begin, int64_t count) {
       const auto part = [&](const TensorView& t) {
         return t.rows(begin, count).reshaped({count / Shard::kGroup, Shard::kGroup});
@@ -453,12 +451,8 @@ void ModelWeights::gathered(Device& device, int unit) const {
 
 const ScaledView& ModelWeights::quantized(Device& device, int index) const {
   const auto i = static_cast<size_t>(index);
-  if (!keeps_rows(i) && !is_divided(parameters_[i].unit)) {
-    for_each_matrix(i, source(device, i), copies_[i].w, {},
-                    [&](const TensorView& x, const ScaledView& w, const ScaledView&, const TensorView& amax) {
-                      parka::quantize(device, {.x = x, .out = w, .amax = amax});
-                    });
-  }
+  if (!keeps_rows(i) && !is_divided(parameters_[i].unit))
+    make_codes(device, i, source(device, i), copies_[i].w, {});
   return copies_[i].w;
 }
 
@@ -467,14 +461,13 @@ const ScaledView& ModelWeights::transposed(Device& device, int index) const {
   const ScaledView& w_t = copies_[i].w_t;
   if (keeps_transposed(i) || has_pieces_for_backward(parameters_[i].unit)) return w_t;
   const bool moves_codes = formats_.has_tensor_scales() && (keeps_rows(i) || is_divided(parameters_[i].unit));
-  for_each_matrix(i, moves_codes ? TensorView() : source(device, i), copies_[i].w, w_t,
-                  [&](const TensorView& x, const ScaledView& w, const ScaledView& to, const TensorView& amax) {
-                    if (moves_codes) {
-                      parka::quantize(device, {.x = w, .out_t = to, .scale_given = true});
-                    } else {
-                      parka::quantize(device, {.x = x, .out_t = to, .amax = amax});
-                    }
-                  });
+  if (!moves_codes) {
+    make_codes(device, i, source(device, i), {}, w_t);
+  } else if (is_stacked(i)) {
+    quantize_matrices(device, {.x = copies_[i].w.data, .amax = {}, .scales = w_t.scale, .out_t = w_t.data});
+  } else {
+    parka::quantize(device, {.x = copies_[i].w, .out_t = w_t, .scale_given = true});
+  }
   return w_t;
 }
 

@@ -209,19 +209,18 @@ class ModelWeights {
   void quantize_piece(Device& device, size_t i) const;
   void quantize_whole(Device& device, size_t i, const TensorView& weight) const;
   bool gathers_codes() const { return divides_ && formats_.has_tensor_scales(); }
-  TensorView amax_of(size_t i, int64_t expert = 0) const {
+  // One number, or one for each expert.
+  TensorView amax_of(size_t i) const {
     if (amax_.empty()) return amax_;
-    return amax_.rows(is_stacked(i) ? first_stacked_amax_[i] + expert : static_cast<int64_t>(i), 1);
+    return is_stacked(i) ? amax_.rows(first_stacked_amax_[i], parameters_[i].num_stacked)
+                         : amax_.rows(static_cast<int64_t>(i), 1);
   }
   // Calls f(expert, begin, count) for each expert of whose matrix this rank has elements, by their place in own().
   template <typename F>
   void for_each_own_part(size_t i, const F& f) const;
-  TensorView expert_amax(size_t i) const { return amax_.rows(first_stacked_amax_[i], parameters_[i].num_stacked); }
-  // Calls f(weight, copy, transposed copy, amax) for each matrix of a weight: one, or one of each expert. Empty
-  // views stay empty.
-  template <typename F>
-  void for_each_matrix(size_t i, const TensorView& weight, const ScaledView& w, const ScaledView& w_t,
-                       const F& f) const;
+  // Makes codes of a whole weight, of the experts' each with its scale; empty: not wanted.
+  void make_codes(Device& device, size_t i, const TensorView& weight, const ScaledView& w,
+                  const ScaledView& w_t) const;
   void declare_weights(MemoryPlan& plan);
   void declare_gather_buffers(const ParameterTable& table, MemoryPlan& plan);
   void declare_copies(size_t i, MemoryPlan& plan);

@@ -1,4 +1,7 @@
+#include <algorithm>
+#include <cmath>
 #include <limits>
+#include <utility>
 #include <vector>
 
 #include "core/philox.h"
@@ -40,6 +43,82 @@ TEST_CASE("amax is the largest magnitude of any number of elements, wherever it 
           const TestTensor above(*device, DType::kF32, {1}, {4.0f});
           amax(*device, {values, above});
           CHECK((above.host()[0] == 4.0f && values.guard_intact() && result.guard_intact()));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("amax of parts is the maximum of each, of elements from any to any", "[kernels][amax]") {
+  constexpr int64_t kParts = 5;
+  for (Device* device : devices()) {
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      for (const int64_t part : {1, 7, 4096, 32768, 32768 + 24, 70001}) {
+        const int64_t all = kParts * part;
+        for (const auto& [first, count] : {std::pair(int64_t{0}, all), {part / 2, all - part}, {part, part}}) {
+          if (count == 0) continue;
+          CAPTURE(device->name(), name_of(dtype), part, first, count);
+          std::vector<float> x(static_cast<size_t>(count)), want(kParts, 0.25f);
+          for (int64_t i = 0; i < count; ++i) {
+            x[static_cast<size_t>(i)] =
+                static_cast<float>(philox4x32(41, 3, static_cast<uint64_t>(i))[0] % 256) / 64.0f - 2.0f;
+            float& of_part = want[static_cast<size_t>((first + i) / part)];
+            of_part = std::max(of_part, std::abs(x[static_cast<size_t>(i)]));
+          }
+          const TestTensor values(*device, dtype, {count}, x),
+              result(*device, DType::kF32, {kParts}, std::vector<float>(kParts, 0.25f));
+          amax(*device, {.x = values, .result = result, .part = part, .first = first});
+          CHECK((result.host() == want && result.guard_intact()));
+        }
+      }
+    }
+  }
+}
+
+TEST_CASE("quantize_matrices gives each matrix what quantize gives it alone", "[kernels][amax]") {
+  constexpr int64_t N = 3;
+  for (Device* device : devices()) {
+    for (const auto& [rows, cols] : {std::pair<int64_t, int64_t>(128, 256), {144, 80}, {5, 16}, {33, 7}}) {
+      for (const DType format : {DType::kE4M3, DType::kE5M2}) {
+        for (const auto& [has_rows, has_columns] : {std::pair(true, true), {true, false}, {false, true}}) {
+          CAPTURE(device->name(), rows, cols, name_of(format), has_rows, has_columns);
+          std::vector<float> x(static_cast<size_t>(N * rows * cols)), maxima(N, 0.0f);
+          for (size_t i = 0; i < x.size(); ++i) {
+            const size_t n = i / static_cast<size_t>(rows * cols);
+            const float magnitude = static_cast<float>(1 << n) / 128.0f;
+            x[i] = (static_cast<float>(philox4x32(41, 4, i)[0] % 256) - 128.0f) * magnitude;
+            maxima[n] = std::max(maxima[n], std::abs(x[i]));
+          }
+          const TestTensor values(*device, DType::kBF16, {N * rows, cols}, x),
+              amax(*device, DType::kF32, {N}, maxima);
+          const TestTensor scales(*device, DType::kF32, {N}), codes(*device, format, {N * rows, cols}),
+              codes_t(*device, format, {N * cols, rows}), moved(*device, format, {N * cols, rows});
+          quantize_matrices(*device, {.x = values,
+                                      .amax = amax,
+                                      .scales = scales,
+                                      .out = has_rows ? codes.view() : TensorView(),
+                                      .out_t = has_columns ? codes_t.view() : TensorView()});
+          if (has_rows) {
+            quantize_matrices(*device, {.x = codes, .amax = {}, .scales = scales, .out_t = moved});
+            if (has_columns) CHECK((moved.bytes() == codes_t.bytes()));
+          }
+          CHECK((scales.guard_intact() && codes.guard_intact() && codes_t.guard_intact() && moved.guard_intact()));
+          for (int64_t n = 0; n < N; ++n) {
+            const TestTensor one(*device, format, {rows, cols}), one_t(*device, format, {cols, rows}),
+                scale(*device, DType::kF32, {1});
+            quantize(*device, {.x = values.view().rows(n * rows, rows),
+                               .out = {one, scale, Scaling::kTensor},
+                               .out_t = {one_t, scale, Scaling::kTensor},
+                               .amax = amax.view().rows(n, 1)});
+            CHECK(scales.host()[static_cast<size_t>(n)] == scale.host()[0]);
+            const auto size = static_cast<size_t>(rows * cols), from = static_cast<size_t>(n) * size;
+            const auto part = [&](const std::vector<float>& all) {
+              return std::vector<float>(all.begin() + static_cast<int64_t>(from),
+                                        all.begin() + static_cast<int64_t>(from + size));
+            };
+            if (has_rows) CHECK((part(codes.host()) == one.host()));
+            if (has_columns) CHECK((part(codes_t.host()) == one_t.host()));
+          }
         }
       }
     }

@@ -37,11 +37,16 @@ void quantize(Device&, const Quantize& a) {
   encode_with_transpose(decode(a.x), out, out_t, scale_known ? ScaleSource::kGiven : ScaleSource::kCompute);
 }
 
+void quantize_matrices(Device& device, const QuantizeMatrices& a) {
+  for (int64_t n = 0; n < a.scales.numel(); ++n) cpu::quantize(device, matrix_of(a, n));
+}
+
 void amax(Device&, const Amax& a) {
-  float& result = a.result.as<float>()[0];
+  const bool is_whole = a.result.numel() == 1;
   const auto raise = [&](const auto* x, const auto& decode) {
     // A comparison with NaN is false, so NaN is skipped.
     for (int64_t i = 0; i < a.x.numel(); ++i) {
+      float& result = a.result.as<float>()[is_whole ? 0 : (a.first + i) / a.part];
       const float magnitude = std::abs(decode(x[i]));
       if (magnitude > result) result = magnitude;
     }

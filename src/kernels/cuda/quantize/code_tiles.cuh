@@ -54,6 +54,14 @@ struct CodeOutput {
   int rows, cols;
   int stride;   // from row to row of codes_RC; more than C where the matrix is a part of a wider one
   bool wide_t;  // codes_CR is 16-byte aligned, and R a multiple of 16
+
+  // The target of one of the matrices below each other of which this is the first.
+  __device__ CodeOutput of_matrix(unsigned number) const {
+    CodeOutput one = *this;
+    if (codes_RC != nullptr) one.codes_RC += number * int64_t{rows} * stride;
+    if (codes_CR != nullptr) one.codes_CR += number * int64_t{rows} * cols;
+    return one;
+  }
 };
 
 // ---- The tile in shared memory ----

@@ -45,6 +45,7 @@ struct PlainSource {
   explicit PlainSource(const ScaledView& x) : x_RC(x.data.as<X>()), cols(static_cast<int>(x.num_cols())) {}
 
   bool fits_wide() const { return cols % kSourceWidth == 0 && is_aligned(x_RC, 16); }
+  __device__ void go_to_matrix(int number, int rows) { x_RC += number * int64_t{rows} * cols; }
   __device__ Fetched fetch(int row, int col) const {
     return load_constant<kSourceWidth>(x_RC + offset_of(row, cols, col));
   }

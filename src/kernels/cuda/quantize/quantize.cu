@@ -73,13 +73,16 @@ void decode_stream(const CudaDevice& device, const ScaledView& x, const TensorVi
   });
 }
 
-// Codes transposed as they are. kWide: rows of `codes_RC` are loaded 16 bytes at a time.
+// Codes of matrices below each other, each transposed as it is. kWide: rows of `codes_RC` are loaded 16 bytes at a
+// time.
 template <bool kWide>
 __global__ void __launch_bounds__(tiles::kThreads)
-    move_codes_kernel(const uint8_t* codes_RC, const tiles::CodeOutput out) {
+    move_codes_kernel(const uint8_t* codes_RC, const tiles::CodeOutput all) {
   alignas(tiles::kTileAlignment) __shared__ uint32_t shared[tiles::kSharedWords];
   wait_for_kernel_before();
   const tiles::Place place;
+  const tiles::CodeOutput out = all.of_matrix(blockIdx.z);
+  codes_RC += blockIdx.z * int64_t{out.rows} * out.cols;
   tiles::Codes codes;
 #pragma unroll
   for (int k = 0; k < tiles::kHeight; ++k) {
@@ -100,12 +103,12 @@ __global__ void __launch_bounds__(tiles::kThreads)
   tiles::write_codes(codes, out, shared);
 }
 
-void move_codes(const CudaDevice& device, const TensorView& x, const ScaledView& out_t) {
-  const int64_t rows = x.dim[0], cols = x.dim[1];
+void move_codes(const CudaDevice& device, const TensorView& x, const ScaledView& out_t, int64_t matrices = 1) {
+  const int64_t rows = x.dim[0] / matrices, cols = x.dim[1];
   tiles::check_extents(rows, cols);
   const bool wide = cols % tiles::kWidth == 0 && is_aligned(x.data, 16);
   launch_early(device, "quantize", wide ? move_codes_kernel<true> : move_codes_kernel<false>,
-               {tiles::grid_of(rows, cols), tiles::kThreads}, static_cast<const uint8_t*>(x.data),
+               {tiles::grid_of(rows, cols, matrices), tiles::kThreads}, static_cast<const uint8_t*>(x.data),
                tiles::code_output({}, out_t, rows, cols));
 }
 
@@ -143,6 +146,33 @@ void quantize_directly(const CudaDevice& device, const ScaledView& x, ScaledView
   out = {};
 }
 
+constexpr int64_t kChunk = 1 << 15;  // elements of a block
+
+// A block has a chunk of a part; x[0] is element `first` of part 0.
+template <typename X>
+__global__ void __launch_bounds__(kThreads)
+    amax_kernel(const X* x, int64_t count, int64_t part, int64_t first, float* result) {
+  constexpr int kWidth = 16 / sizeof(X);
+  __shared__ uint32_t shared[kThreads / kWarpSize];
+  const int64_t in_part = int64_t{blockIdx.x} * kChunk, of_part = blockIdx.y * part - first;
+  const int64_t begin = max(of_part + in_part, int64_t{0});
+  const int64_t end = min(of_part + min(in_part + kChunk, part), count);
+  if (begin >= end) return;
+  float largest = 0.0f;
+  const bool is_wide = reinterpret_cast<uintptr_t>(x + begin) % 16 == 0;
+  const int64_t wide_end = is_wide ? begin + (end - begin) / kWidth * kWidth : begin;
+#pragma unroll 4
+  for (int64_t at = begin + int64_t{threadIdx.x} * kWidth; at < wide_end; at += int64_t{kThreads} * kWidth) {
+    const Stored<X, kWidth> numbers = load_constant<kWidth>(x + at);
+#pragma unroll
+    for (int i = 0; i < kWidth; ++i) largest = max_magnitude(largest, numbers[i]);
+  }
+  for (int64_t at = wide_end + threadIdx.x; at < end; at += kThreads) {
+    largest = max_magnitude(largest, to_float(x[at]));
+  }
+  raise_to_block_max<kThreads>(result + blockIdx.y, largest, shared);
+}
+
 template <typename F8>
 __global__ void __launch_bounds__(kThreads) tensor_scales_kernel(const float* amax_N, float* scales_N, int N) {
   const int i = static_cast<int>(blockIdx.x) * kThreads + static_cast<int>(threadIdx.x);
@@ -171,21 +201,34 @@ void quantize(Device& device_, const Quantize& a) {
   });
 }
 
-void amax(Device& any_device, const Amax& a) {
+void quantize_matrices(Device& any_device, const QuantizeMatrices& a) {
   CudaDevice& device = as_cuda(any_device);
-  // The shape means nothing to a maximum: rows that fill tiles, as many as a launch takes, and what is left of one.
-  constexpr int64_t kCols = tiles::kSize, kMostElements = int64_t{1} << 29;
-  const int64_t numel = a.x.numel();
-  const TensorView flat = a.x.reshaped({numel});
-  for (int64_t begin = 0, count = 0; begin < numel; begin += count) {
-    const int64_t left = numel - begin, whole = std::min(left / kCols * kCols, kMostElements);
-    const int64_t cols = whole > 0 ? kCols : 1;
-    count = whole > 0 ? whole : left;
+  const int64_t N = a.scales.numel(), rows = a.x.dim[0] / N, cols = a.x.dim[1];
+  const auto fits_grid = [](int64_t n) { return n <= 65535; };
+  const auto fits = [](const TensorView& t) { return is_aligned(t.data, 16); };
+  if (fits_grid(N) && a.amax.empty() && a.out.empty()) {
+    move_codes(device, a.x, {a.out_t, a.scales, Scaling::kTensor}, N);
+  } else if (fits_grid(N) && !a.amax.empty() && cols % kSourceWidth == 0 && fits(a.x) && fits(a.out)) {
+    const ScaledView out = {a.out, a.scales, Scaling::kTensor}, out_t = {a.out_t, a.scales, Scaling::kTensor};
     with_plain_type(a.x.dtype, [&](auto type) {
-      const PlainSource<decltype(type)> source(flat.rows(begin, count).reshaped({count / cols, cols}));
-      find_amax(device, source, count / cols, cols, a.result.as<float>());
+      tiles::write_tensor(device, PlainSource<decltype(type)>(a.x), rows, cols, out, out_t, a.amax.as<float>(), N);
     });
+  } else {
+    for (int64_t n = 0; n < N; ++n) cuda::quantize(any_device, matrix_of(a, n));
   }
+}
+
+void amax(Device& device, const Amax& a) {
+  const int64_t N = a.result.numel(), part = N == 1 ? a.x.numel() : a.part, first = N == 1 ? 0 : a.first;
+  const int64_t from = first / part, to = ceil_div(first + a.x.numel(), part);  // parts
+  constexpr int64_t kMostParts = 65535;
+  PARKA_REQUIRE(to - from <= kMostParts);
+  const dim3 grid(static_cast<unsigned>(ceil_div(part, kChunk)), static_cast<unsigned>(to - from));
+  with_plain_type(a.x.dtype, [&](auto type) {
+    using X = decltype(type);
+    launch(as_cuda(device), "amax", amax_kernel<X>, {grid, kThreads}, a.x.as<X>(), a.x.numel(), part,
+           first - from * part, a.result.as<float>() + from);
+  });
 }
 
 void tensor_scales(Device& device, const TensorScales& a) {

@@ -80,6 +80,11 @@ struct TensorScale {
   float* scale;       // written if `amax` is given, else read
   const float* amax;  // may be null
 
+  __device__ void go_to_matrix(int number) {
+    scale += number;
+    if (amax != nullptr) amax += number;
+  }
+
   // The factor before encoding. Without branches: it should not keep loads from being under way.
   template <typename F8>
   __device__ float inverse() const {
@@ -133,9 +138,13 @@ __global__ void __launch_bounds__(kThreads, kFetchingBlocks)
 
 template <typename Source, typename F8>
 __global__ void __launch_bounds__(kThreads, kFetchingBlocks)
-    tensor_kernel(const Source source, const CodeOutput out, const TensorScale scale) {
+    tensor_kernel(Source source, const CodeOutput all, TensorScale scale) {
   alignas(kTileAlignment) __shared__ uint32_t shared[kSharedWords];
   wait_for_kernel_before();
+  const CodeOutput out = all.of_matrix(blockIdx.z);
+  if constexpr (requires { source.go_to_matrix(0, 0); })
+    source.go_to_matrix(static_cast<int>(blockIdx.z), out.rows);
+  scale.go_to_matrix(static_cast<int>(blockIdx.z));
   const float inverse = scale.inverse<F8>();
   const uint32_t part = part_address(shared);
   for_each_row(source, out.rows, out.cols, [&](int k, const auto& fetched) {
@@ -356,8 +365,9 @@ inline void check_extents(int64_t rows, int64_t cols) {
   PARKA_REQUIRE(rows <= kMaxFloat8Rows && cols <= kMaxCols);
 }
 
-inline dim3 grid_of(int64_t rows, int64_t cols) {
-  return dim3(static_cast<unsigned>(ceil_div(cols, kSize)), static_cast<unsigned>(ceil_div(rows, kSize)));
+inline dim3 grid_of(int64_t rows, int64_t cols, int64_t matrices = 1) {
+  return dim3(static_cast<unsigned>(ceil_div(cols, kSize)), static_cast<unsigned>(ceil_div(rows, kSize)),
+              static_cast<unsigned>(matrices));
 }
 
 inline uint8_t* codes_of(const ScaledView& t) { return static_cast<uint8_t*>(t.data.data); }
@@ -440,14 +450,15 @@ void write_group_columns(CudaDevice& device, const Source& source, CodeOutput ou
   });
 }
 
-// For kTensor outputs: `out` is 16-byte aligned, and the source fits_wide().
+// For kTensor outputs: `out` is 16-byte aligned, and the source fits_wide(). Of `matrices` of that shape below each
+// other each has its scale.
 template <typename Source>
 void write_tensor(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, const ScaledView& out,
-                  const ScaledView& out_t, const float* amax) {
+                  const ScaledView& out_t, const float* amax, int64_t matrices = 1) {
   const ScaledView& any = out.empty() ? out_t : out;
   with_float8_type(any.data.dtype, [&](auto f8) {
-    launch_early(device, kOp, tensor_kernel<Source, decltype(f8)>, {grid_of(rows, cols), kThreads}, source,
-                 code_output(out, out_t, rows, cols), tensor_scale(any, amax));
+    launch_early(device, kOp, tensor_kernel<Source, decltype(f8)>, {grid_of(rows, cols, matrices), kThreads},
+                 source, code_output(out, out_t, rows, cols), tensor_scale(any, amax));
   });
 }
 

@@ -46,10 +46,50 @@ int64_t workspace_of(const Quantize& a) {
   return has_scale && !a.scale_given && a.amax.empty() ? cuda::kAmaxWorkspaceBytes : 0;
 }
 
+Quantize matrix_of(const QuantizeMatrices& a, int64_t number) {
+  const int64_t N = a.scales.numel();
+  const auto part = [&](const TensorView& t) {
+    return t.empty() ? t : t.rows(number * (t.dim[0] / N), t.dim[0] / N);
+  };
+  const auto codes = [&](const TensorView& t) {
+    return t.empty() ? ScaledView{} : ScaledView(part(t), a.scales.rows(number, 1), Scaling::kTensor);
+  };
+  const bool moves_codes = a.amax.empty();
+  return {.x = moves_codes ? codes(a.x) : part(a.x),
+          .out = codes(a.out),
+          .out_t = codes(a.out_t),
+          .scale_given = moves_codes,
+          .amax = part(a.amax)};
+}
+
+void quantize_matrices(Device& device, const QuantizeMatrices& a) {
+  constexpr std::string_view kOp = "quantize_matrices";
+  const int64_t N = a.scales.numel(), rows = a.x.dim[0], cols = a.x.dim[1];
+  check_tensor(kOp, "scales", a.scales, {N}, {DType::kF32});
+  if (N == 0 || rows % N != 0) throw_internal("{}: x has {} rows of {} matrices", kOp, rows, N);
+  const DType format = a.out.empty() ? a.out_t.dtype : a.out.dtype;
+  if (a.amax.empty()) {
+    check_tensor(kOp, "x", a.x, {rows, cols}, {format});
+  } else {
+    check_tensor(kOp, "x", a.x, {rows, cols}, {DType::kF32, DType::kBF16});
+    check_tensor(kOp, "amax", a.amax, {N}, {DType::kF32});
+  }
+  if (!a.out.empty()) check_tensor(kOp, "out", a.out, {rows, cols}, {DType::kE4M3, DType::kE5M2});
+  if (!a.out_t.empty()) check_tensor(kOp, "out_t", a.out_t, {N * cols, rows / N}, {format});
+  if (rows == 0 || cols == 0 || (a.out.empty() && a.out_t.empty())) return;
+  PARKA_DISPATCH(quantize_matrices, device, a);
+}
+
+OpCost cost_of(const QuantizeMatrices& a) { return moved(all_bytes(a.x, a.out, a.out_t), a.x); }
+
 void amax(Device& device, const Amax& a) {
   const TensorView flat = a.x.reshaped({a.x.numel()});
+  const int64_t N = a.result.numel();
   check_tensor("amax", "x", flat, {flat.dim[0]}, {DType::kF32, DType::kBF16});
-  check_tensor("amax", "result", a.result, {1}, {DType::kF32});
+  check_tensor("amax", "result", a.result, {N}, {DType::kF32});
+  if (N != 1 && (a.part <= 0 || a.first < 0 || a.first + flat.dim[0] > N * a.part)) {
+    throw_internal("amax: {} elements from {} on of {} parts of {}", flat.dim[0], a.first, N, a.part);
+  }
   if (flat.dim[0] == 0) return;
   PARKA_DISPATCH(amax, device, a);
 }

@@ -28,11 +28,26 @@ int64_t workspace_of(const Quantize& a);
 // other in a grid, which has at most 65535 rows of blocks.
 inline constexpr int64_t kMaxFloat8Rows = int64_t{65535} * 128;
 
-// result[0] = max(result[0], max |x|); NaN is ignored. Several calls give the maximum over several tensors, or over
-// the parts of one on several devices. The caller initializes result[0], usually to 0.
+// quantize() of N matrices of one shape, below each other, that have a kTensor scale each. From numbers, whose
+// max |x| are known, it makes codes and scales; codes it transposes as they are.
+struct QuantizeMatrices {
+  TensorView x;         // [N R, C] fp32, bf16 or fp8, in
+  TensorView amax;      // [N] fp32, in: max |x|; empty if x is fp8
+  TensorView scales;    // [N] fp32, out; not used if x is fp8
+  TensorView out = {};  // [N R, C] fp8, out; empty: not wanted
+  TensorView out_t;     // [N C, R] fp8, out; empty: not wanted
+};
+PARKA_OP(quantize_matrices, QuantizeMatrices);
+// Of one of its matrices.
+Quantize matrix_of(const QuantizeMatrices& a, int64_t number);
+
+// result[n] = max(result[n], max |x| of the n-th part); NaN is ignored. Several calls give the maximum over several
+// tensors, or over what several devices have of one. The caller initializes the result, usually to 0.
 struct Amax {
   TensorView x;       // any shape, fp32 or bf16, in
-  TensorView result;  // [1] fp32, in/out; not negative
+  TensorView result;  // [N] fp32, in/out; not negative
+  // N > 1: x has elements `first` and following of a tensor of N parts of `part` elements.
+  int64_t part = 0, first = 0;
 };
 PARKA_OP(amax, Amax);
 
