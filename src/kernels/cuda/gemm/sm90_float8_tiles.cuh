@@ -108,21 +108,20 @@ __device__ inline int finisher_index() { return static_cast<int>(threadIdx.x) - 
 
 // The barriers of the ring. A place is full when its bytes are there, from both blocks. It is empty when each
 // consumer warp of both blocks has arrived: what is copied next goes to both.
-template <int kPlaces>
-struct RingOf {
+struct Ring {
   uint32_t full, empty;
 
-  __device__ explicit RingOf(uint32_t shared) : full(shared + kBarriersAt), empty(full + kPlaces * 8) {}
+  __device__ explicit Ring(uint32_t shared) : full(shared + kBarriersAt), empty(full + kStages * 8) {}
   __device__ void init() const {
-    for (int stage = 0; stage < kPlaces; ++stage) {
+    for (int stage = 0; stage < kStages; ++stage) {
       mbarrier_init(full + stage * 8, 1);
       mbarrier_init(empty + stage * 8, kClusterBlocks * kConsumers * kWarpsOfGroup);
     }
   }
-  __device__ static uint32_t place(unsigned slot) { return slot % kPlaces; }
-  __device__ void wait_full(unsigned slot) const { mbarrier_wait(full + place(slot) * 8, slot / kPlaces % 2); }
+  __device__ static uint32_t place(unsigned slot) { return slot % kStages; }
+  __device__ void wait_full(unsigned slot) const { mbarrier_wait(full + place(slot) * 8, slot / kStages % 2); }
   __device__ void wait_empty(unsigned slot) const {
-    mbarrier_wait(empty + place(slot) * 8, slot / kPlaces % 2 ^ 1);
+    mbarrier_wait(empty + place(slot) * 8, slot / kStages % 2 ^ 1);
   }
   __device__ void release(unsigned slot) const {
     __syncwarp();
@@ -130,7 +129,6 @@ struct RingOf {
     if (lane < kClusterBlocks) mbarrier_arrive_at(empty + place(slot) * 8, lane);
   }
 };
-using Ring = RingOf<kStages>;
 
 // The barriers of what consumers leave to the finishers: half a tile, of each 16 rows the first or the last eight.
 struct OutTile {
@@ -267,10 +265,10 @@ __device__ __forceinline__ void finish_tiles(const OutTile& out, const TileOrder
 }
 
 // The roles of a block. `begin` is called by all threads before they part.
-template <int kFinisher = kFinisherRegisters, int kConsumer = kConsumerRegisters, typename R, typename Out,
-          typename Begin, typename Copy, typename Multiply, typename Finish>
-__device__ __forceinline__ void run_roles(const R& ring, const Out& out, const Begin& begin, const Copy& copy,
-                                          const Multiply& multiply, const Finish& finish) {
+template <int kFinisher = kFinisherRegisters, int kConsumer = kConsumerRegisters, typename Begin, typename Copy,
+          typename Multiply, typename Finish>
+__device__ __forceinline__ void run_roles(const Ring& ring, const OutTile& out, const Begin& begin,
+                                          const Copy& copy, const Multiply& multiply, const Finish& finish) {
   if (threadIdx.x == 0) {
     ring.init();
     out.init();

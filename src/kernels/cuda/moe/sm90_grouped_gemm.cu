@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/gemm/sm90_float8_tiles.cuh"
 #include "kernels/cuda/moe/experts.cuh"
+#include "kernels/cuda/ptx/mma.cuh"
 #include "kernels/ops/moe/routing.h"
 
 // Kernels are built as sm90_float8_tiles.cuh describes: persistent clusters of two blocks, each with a producer,
@@ -266,19 +267,26 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterBlocks, 
 //
 // Sums of codes over 128 rows are added up in fp32. A consumer has 128 rows of a tile, the registers for their
 // sums, and those of half of them for what tensor cores sum. Two blocks have tiles side by side, and share d_y.
-// Consumers leave their sums in fp32, one after the other, and finishers add what the output held.
+// An output in bf16 is a step of the ring after those of its tile, one for each half of the consumers' rows: the
+// producer copies there what the output held, consumers add it and copy from there. Clusters take tiles of the
+// experts with most rows first, and so each about as many rows.
 
 constexpr int kSquare = 128;
 constexpr int kBytesX = kSquare * kBlockRowBytes, kBytesDY = kConsumers * kBytesX;
-constexpr int kGradientStages = 3, kGradientStageBytes = kBytesDY + kBytesX;
-constexpr int kSumsAt = kGradientStages * kGradientStageBytes;
-// Bytes of a row of sums; 8 rows of 8 numbers, which a warp stores at a time, are in all banks.
-constexpr int kSumsPitch = (kSquare + 8) * 4;
-static_assert(kSumsAt + kSquare * kSumsPitch <= kBarriersAt && 2 * kGradientStages + 4 <= 2 * kStages + 2);
+constexpr int kParts = 2, kPartRows = kSquare / kParts;
+constexpr int kPartBytes = kPartRows * kBlockRowBytes;  // of 64 rows, or of 64 columns that are summed over rows
+constexpr int kBoxRows = 16;                            // of the output, a warp's of a part
+constexpr int kOutParts = kSquare / kBlockColumns;      // of a part's columns, each with rows of kBlockRowBytes
+constexpr int kConsumerOutBytes = kOutParts * kPartBytes;
+static_assert(kBytesDY + kBytesX == kStageBytes && kConsumers * kConsumerOutBytes <= kStageBytes);
+// In the place of the other kernels' output: the rows of each expert, and the experts in order.
+constexpr int kCountsAt = kOutAt, kOrderAt = kCountsAt + kMostExperts * 4;
+static_assert(kOrderAt + kMostExperts * 4 <= kBarriersAt);
 
 template <typename Out>
 struct GradientProduct {
   CUtensorMap d_y_map, x_map;
+  CUtensorMap out_map;               // of an output in bf16
   const float *scale_d_y, *scale_x;  // null: plain numbers
   Experts experts;
   Out* out;
@@ -290,46 +298,44 @@ struct GradientProduct {
 template <typename T, typename Out>
 GradientProduct<Out> make_product(const GroupedWeightGradient& a) {
   const auto [rows, cols, depth, experts] = shape_of(a);
-  constexpr int kBoxRows = std::is_same_v<T, BFloat16> ? kBlockColumns : kSquare;
-  return {make_rows_map<T>(a.d_y, kBoxRows),
-          make_rows_map<T>(a.x, kBoxRows),
-          scale_of(a.d_y),
-          scale_of(a.x),
-          Experts(a.offsets, a.counts),
-          a.out.as<Out>(),
-          static_cast<int>(cols),
-          static_cast<int>(depth),
-          static_cast<int>(ceil_div(cols, kConsumers * kSquare)),
-          static_cast<int>(ceil_div(depth, kClusterBlocks * kSquare)),
-          a.accumulate};
+  constexpr int kOperandRows = std::is_same_v<T, BFloat16> ? kBlockColumns : kSquare;
+  GradientProduct<Out> product = {make_rows_map<T>(a.d_y, kOperandRows),
+                                  make_rows_map<T>(a.x, kOperandRows),
+                                  {},
+                                  scale_of(a.d_y),
+                                  scale_of(a.x),
+                                  Experts(a.offsets, a.counts),
+                                  a.out.as<Out>(),
+                                  static_cast<int>(cols),
+                                  static_cast<int>(depth),
+                                  static_cast<int>(ceil_div(cols, kConsumers * kSquare)),
+                                  static_cast<int>(ceil_div(depth, kClusterBlocks * kSquare)),
+                                  a.accumulate};
+  if constexpr (std::is_same_v<Out, BFloat16>) {
+    product.out_map = make_number_map(a.out.as<Out>(), experts * cols, depth, kBoxRows);
+  }
+  return product;
 }
 
 #if PARKA_SM90_CODE
 
-using GradientRing = RingOf<kGradientStages>;
-constexpr int kParts = 2, kPartRows = kSquare / kParts;
-constexpr int kPartBytes = kPartRows * kBlockRowBytes;  // of 64 rows, or of 64 columns that are summed over rows
-// Registers per thread: 88 + 2 * 208 is three times 168.
-constexpr int kGradientFinisherRegisters = 88, kGradientConsumerRegisters = 208;
+// Registers per thread: 40 + 2 * 232 is three times 168.
+constexpr int kGradientFinisherRegisters = 40, kGradientConsumerRegisters = 232;
 
-// The barriers of the memory for sums, which consumer 0 fills for a tile, then consumer 1. Each waits until what
-// the other left before was read.
-struct SumsTile {
-  uint32_t full, empty;  // of consumer 0; eight bytes on of consumer 1
-
-  __device__ explicit SumsTile(uint32_t shared)
-      : full(shared + kBarriersAt + 2 * kGradientStages * 8), empty(full + kConsumers * 8) {}
-  __device__ void init() const {
-    for (int consumer = 0; consumer < kConsumers; ++consumer) {
-      mbarrier_init(full + consumer * 8, kWarpsOfGroup);
-      mbarrier_init(empty + consumer * 8, kFinisherWarps);
+// By all threads: order[i] = the expert that has the i-th most rows, among equals the first.
+__device__ __forceinline__ void order_experts(const Experts& experts, int* counts, int* order) {
+  for (int e = static_cast<int>(threadIdx.x); e < experts.count; e += kThreads)
+    counts[e] = __ldg(experts.counts + e);
+  __syncthreads();
+  for (int e = static_cast<int>(threadIdx.x); e < experts.count; e += kThreads) {
+    const int own = counts[e];
+    int before = 0;
+    for (int other = 0; other < experts.count; ++other) {
+      before += counts[other] > own || (counts[other] == own && other < e) ? 1 : 0;
     }
+    order[before] = e;
   }
-  __device__ void wait_full(int consumer, unsigned tile) const { mbarrier_wait(full + consumer * 8, tile % 2); }
-  __device__ void wait_turn(int consumer, unsigned tile) const {
-    mbarrier_wait(empty + (1 - consumer) * 8, consumer == 0 ? tile % 2 ^ 1 : tile % 2);
-  }
-};
+}
 
 struct GradientTile {
   int expert, row, col;  // in the expert's gradient
@@ -338,11 +344,12 @@ struct GradientTile {
 
 // Calls f(tile) for each tile of this block.
 template <typename T, typename Out, typename F>
-__device__ __forceinline__ void for_each_gradient_tile(const GradientProduct<Out>& p, const F& f) {
+__device__ __forceinline__ void for_each_gradient_tile(const GradientProduct<Out>& p, const int* order,
+                                                       const F& f) {
   const int rank = static_cast<int>(__clusterRelativeBlockRank()), each = p.down * p.across;
   for (int number = static_cast<int>(__clusterIdx().x); number < p.experts.count * each;
        number += static_cast<int>(__clusterGridDimInClusters().x)) {
-    const int expert = number / each, within = number % each;
+    const int expert = order[number / each], within = number % each;
     const int begin = __ldg(p.experts.offsets + expert), count = __ldg(p.experts.counts + expert);
     f(GradientTile{expert, within % p.down * kConsumers * kSquare,
                    (within / p.down * kClusterBlocks + rank) * kSquare, begin,
@@ -350,21 +357,29 @@ __device__ __forceinline__ void for_each_gradient_tile(const GradientProduct<Out
   }
 }
 
+// Rows of the output that a warp of a consumer has in a part of a tile: the first of 16, and their place in a step.
+__device__ __forceinline__ int out_row(int consumer, int part, int warp) {
+  return consumer * kSquare + part * kPartRows + warp * kBoxRows;
+}
+__device__ __forceinline__ int out_place(int consumer, int warp, int columns) {
+  return consumer * kConsumerOutBytes + columns * kPartBytes + warp * kBoxRows * kBlockRowBytes;
+}
+
 // By one thread.
 template <typename T, typename Out>
-__device__ __forceinline__ void copy_gradient_tiles(const GradientProduct<Out>& p, uint32_t shared,
-                                                    const GradientRing& ring) {
+__device__ __forceinline__ void copy_gradient_tiles(const GradientProduct<Out>& p, const int* order,
+                                                    uint32_t shared, const Ring& ring) {
   const int rank = static_cast<int>(__clusterRelativeBlockRank());
   unsigned slot = 0;
-  for_each_gradient_tile<T>(p, [&](const GradientTile& tile) {
+  for_each_gradient_tile<T>(p, order, [&](const GradientTile& tile) {
+    if (tile.steps == 0) return;
     for (int step = 0; step < tile.steps; ++step, ++slot) {
-      const uint32_t place = GradientRing::place(slot), full = ring.full + place * 8;
-      const uint32_t d_y =
-          shared + place * kGradientStageBytes + rank * kBytesX;  // what this block copies, to both
-      const uint32_t x = shared + place * kGradientStageBytes + kBytesDY;
+      const uint32_t place = Ring::place(slot), full = ring.full + place * 8;
+      const uint32_t d_y = shared + place * kStageBytes + rank * kBytesX;  // what this block copies, to both
+      const uint32_t x = shared + place * kStageBytes + kBytesDY;
       const int term = tile.begin + step * kTerms<T>, d_y_row = tile.row + rank * kSquare;
       ring.wait_empty(slot);
-      mbarrier_expect_tx(full, kGradientStageBytes);
+      mbarrier_expect_tx(full, kStageBytes);
       if constexpr (std::is_same_v<T, BFloat16>) {
         for (int part = 0; part < kParts; ++part) {
           const int at = part * kPartBytes, col = part * kBlockColumns;
@@ -374,6 +389,21 @@ __device__ __forceinline__ void copy_gradient_tiles(const GradientProduct<Out>& 
       } else {
         copy_box_to_blocks_async(d_y, p.d_y_map, term, d_y_row, full, kAllBlocks);
         copy_codes_async(x, p.x_map, term, tile.col, full);
+      }
+    }
+    if constexpr (std::is_same_v<Out, BFloat16>) {
+      for (int part = 0; part < kParts; ++part, ++slot) {
+        const uint32_t place = Ring::place(slot), full = ring.full + place * 8;
+        ring.wait_empty(slot);
+        mbarrier_expect_tx(full, p.accumulate ? kConsumers * kConsumerOutBytes : 0);
+        if (!p.accumulate) continue;
+        for (int at = 0; at < kConsumers * kWarpsOfGroup * kOutParts; ++at) {
+          const int columns = at % kOutParts, warp = at / kOutParts % kWarpsOfGroup,
+                    consumer = at / kOutParts / kWarpsOfGroup;
+          copy_codes_async(shared + place * kStageBytes + out_place(consumer, warp, columns), p.out_map,
+                           tile.col + columns * kBlockColumns,
+                           tile.expert * p.rows + tile.row + out_row(consumer, part, warp), full);
+        }
       }
     }
   });
@@ -393,11 +423,11 @@ __device__ __forceinline__ void for_each_sum(const F& f) {
 
 // sums = those of a tile; slot: steps read so far.
 template <typename T>
-__device__ __forceinline__ void sum_tile(Sums& sums, int consumer, int steps, uint32_t shared,
-                                         const GradientRing& ring, unsigned& slot) {
+__device__ __forceinline__ void sum_tile(Sums& sums, int consumer, int steps, uint32_t shared, const Ring& ring,
+                                         unsigned& slot) {
   constexpr bool kPlain = std::is_same_v<T, BFloat16>;
   const auto start = [&](float(&c)[1][16][4], int part, bool accumulate) {
-    const uint32_t d_y = shared + GradientRing::place(slot) * kGradientStageBytes;
+    const uint32_t d_y = shared + Ring::place(slot) * kStageBytes;
     start_wide_product<T, kPlain, kPlain>(c, d_y + (consumer * kParts + part) * kPartBytes, d_y + kBytesDY,
                                           accumulate);
   };
@@ -437,89 +467,103 @@ __device__ __forceinline__ void sum_tile(Sums& sums, int consumer, int steps, ui
   }
 }
 
-// By all threads of a consumer.
-template <typename T, typename Out>
-__device__ __forceinline__ void multiply_gradient_tiles(int consumer, const GradientProduct<Out>& p,
-                                                        uint32_t shared, const GradientRing& ring,
-                                                        const SumsTile& out) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+__device__ __forceinline__ float low_of(uint32_t pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_of(uint32_t pair) { return __uint_as_float(pair & 0xffff0000); }
+
+// By all threads of a consumer: the sums of a tile, times `factor`, through two steps of the ring.
+__device__ __forceinline__ void leave_sums(const Sums& sums, const GradientProduct<BFloat16>& p,
+                                           const GradientTile& tile, int consumer, float factor, uint32_t shared,
+                                           const Ring& ring, unsigned& slot) {
+  const unsigned lane = threadIdx.x % kWarpSize;
   const int warp = static_cast<int>(threadIdx.x) / kWarpSize % kWarpsOfGroup;
-  const uint32_t own = shared + kSumsAt + (warp * 16 + lane / 4) * kSumsPitch + lane % 4 * 8;
-  Sums sums = {};
-  unsigned slot = 0, tiles = 0;  // steps read so far; tiles left so far
-  for_each_gradient_tile<T>(p, [&](const GradientTile& tile) {
-    if (tile.steps == 0) return;
-    sum_tile<T>(sums, consumer, tile.steps, shared, ring, slot);
-    out.wait_turn(consumer, tiles++);
 #pragma unroll
-    for (int part = 0; part < kParts; ++part) {
+  for (int part = 0; part < kParts; ++part, ++slot) {
+    const uint32_t step = shared + Ring::place(slot) * kStageBytes;
+    ring.wait_full(slot);
 #pragma unroll
-      for (int n = 0; n < 16; ++n) {
+    for (int n = 0; n < 16; n += 2) {
+      // Rows 0 to 7, then 8 to 15 of 8 columns, and the same of the next 8.
+      const uint32_t row = lane % 16, chunk = n % 8 + lane / 16;
+      const uint32_t at = step + out_place(consumer, warp, n / 8) + row * kBlockRowBytes + (chunk ^ row % 8) * 16;
+      uint32_t held[4] = {}, left[4];
+      if (p.accumulate) ldmatrix_x4(held, at);
 #pragma unroll
-        for (int below = 0; below < 2; ++below) {
-          const float(&pair)[4] = sums[part][0][n];
-          asm volatile("st.shared.v2.f32 [%0], {%1, %2};\n" ::"r"(
-                           own + (part * kPartRows + below * 8) * kSumsPitch + n * 32),
-                       "f"(pair[2 * below]), "f"(pair[2 * below + 1])
-                       : "memory");
-        }
+      for (int i = 0; i < 4; ++i) {
+        const float(&sum)[4] = sums[part][0][n + i / 2];
+        float low = __fmul_rn(sum[i % 2 * 2], factor), high = __fmul_rn(sum[i % 2 * 2 + 1], factor);
+        if (p.accumulate) low = __fadd_rn(low, low_of(held[i])), high = __fadd_rn(high, high_of(held[i]));
+        left[i] = pack_bf16(low, high);
       }
+      stmatrix_x4(at, left);
     }
-    OutTile::arrive(out.full + consumer * 8);
-  });
+    fence_before_copies();
+    __syncwarp();
+    if (lane == 0) {
+      const int row = tile.row + out_row(consumer, part, warp);
+      for (int columns = 0; columns < kOutParts && row < p.rows; ++columns) {
+        copy_box_out_async(p.out_map, tile.col + columns * kBlockColumns, tile.expert * p.rows + row,
+                           step + out_place(consumer, warp, columns));
+      }
+      commit_copies_out();
+    }
+  }
+  if (lane == 0) wait_copies_out<1>();
+  ring.release(slot - 2);
+  if (lane == 0) wait_copies_out<0>();
+  ring.release(slot - 1);
 }
 
-__device__ __forceinline__ void read_sums(uint32_t at, float (&x)[8]) {
+// The same to memory.
+__device__ __forceinline__ void leave_sums(const Sums& sums, const GradientProduct<float>& p,
+                                           const GradientTile& tile, int consumer, float factor, uint32_t,
+                                           const Ring&, unsigned&) {
+  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize % kWarpsOfGroup;
 #pragma unroll
-  for (int i = 0; i < 8; i += 4) {
-    asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];\n"
-                 : "=f"(x[i]), "=f"(x[i + 1]), "=f"(x[i + 2]), "=f"(x[i + 3])
-                 : "r"(at + i * 4)
-                 : "memory");
+  for (int part = 0; part < kParts; ++part) {
+#pragma unroll
+    for (int below = 0; below < 2; ++below) {
+      const int row = tile.row + out_row(consumer, part, warp) + below * 8 + lane / 4;
+      float* const target = p.out + (int64_t{tile.expert} * p.rows + row) * p.cols;
+#pragma unroll
+      for (int n = 0; n < 16; ++n) {
+        const int col = tile.col + n * 8 + lane % 4 * 2;
+        if (row >= p.rows || col >= p.cols) continue;
+        const float(&sum)[4] = sums[part][0][n];
+        float2* const to = reinterpret_cast<float2*>(target + col);
+        float2 x = make_float2(__fmul_rn(sum[2 * below], factor), __fmul_rn(sum[2 * below + 1], factor));
+        if (p.accumulate) x = make_float2(__fadd_rn(x.x, to->x), __fadd_rn(x.y, to->y));
+        *to = x;
+      }
+    }
   }
 }
 
-// By all finishers: half a warp has a row, a thread 8 columns of it.
+// By all finishers: zeros in tiles of experts without rows.
 template <typename T, typename Out>
-__device__ __forceinline__ void finish_gradient_tiles(const GradientProduct<Out>& p, uint32_t shared,
-                                                      const SumsTile& out) {
-  constexpr int kWidth = 8, kRowThreads = kSquare / kWidth, kRowsAtATime = kFinishers / kRowThreads;
-  constexpr int kUnroll = sizeof(Out) == 2 ? 8 : 4;  // rows of a thread that are under way at once
-  const int first = finisher_index() / kRowThreads, within = finisher_index() % kRowThreads * kWidth;
-  const float factor = product_of_scales(p.scale_d_y, p.scale_x, 0);
-  unsigned tiles = 0;
-  for_each_gradient_tile<T>(p, [&](const GradientTile& tile) {
-    const bool is_idle = tile.steps == 0;
-    if (is_idle && p.accumulate) return;
-    for (int consumer = 0; consumer < kConsumers; ++consumer) {
-      const int top = tile.row + consumer * kSquare;
-      const int rows = tile.col + within < p.cols ? min(kSquare, p.rows - top) : 0;
-      Out* const target = p.out + (int64_t{tile.expert} * p.rows + top) * p.cols + tile.col + within;
-      if (!is_idle) out.wait_full(consumer, tiles);
-      for (int row = first; row < rows; row += kUnroll * kRowsAtATime) {
-        Stored<Out, kWidth> before[kUnroll];
-#pragma unroll
-        for (int i = 0; i < kUnroll; ++i) {
-          const int at = row + i * kRowsAtATime;
-          before[i] = load_stored<kWidth>(target + int64_t{at} * p.cols, p.accumulate && at < rows);
-        }
-#pragma unroll
-        for (int i = 0; i < kUnroll; ++i) {
-          const int at = row + i * kRowsAtATime;
-          if (at >= rows) break;
-          float x[kWidth] = {};
-          if (!is_idle) read_sums(shared + kSumsAt + at * kSumsPitch + within * 4, x);
-#pragma unroll
-          for (int j = 0; j < kWidth; ++j) {
-            x[j] = is_idle ? 0.0f : __fmul_rn(x[j], factor);
-            if (p.accumulate) x[j] = __fadd_rn(x[j], before[i][j]);
-          }
-          store(target + int64_t{at} * p.cols, x);
-        }
-      }
-      if (!is_idle) OutTile::arrive(out.empty + consumer * 8);
+__device__ __forceinline__ void clear_idle_tiles(const GradientProduct<Out>& p, const int* order) {
+  constexpr int kWidth = 16 / sizeof(Out), kAcross = kSquare / kWidth;
+  for_each_gradient_tile<T>(p, order, [&](const GradientTile& tile) {
+    if (tile.steps > 0) return;
+    Out* const target = p.out + int64_t{tile.expert} * p.rows * p.cols;
+    for (int i = finisher_index(); i < kConsumers * kSquare * kAcross; i += kFinishers) {
+      const int row = tile.row + i / kAcross, col = tile.col + i % kAcross * kWidth;
+      if (row < p.rows && col < p.cols) store_16(target + int64_t{row} * p.cols + col, 0, 0, 0, 0);
     }
-    if (!is_idle) ++tiles;
+  });
+}
+
+// By all threads of a consumer.
+template <typename T, typename Out>
+__device__ __forceinline__ void multiply_gradient_tiles(int consumer, const GradientProduct<Out>& p,
+                                                        const int* order, uint32_t shared, const Ring& ring) {
+  const float factor = product_of_scales(p.scale_d_y, p.scale_x, 0);
+  Sums sums = {};
+  unsigned slot = 0;  // steps read so far
+  for_each_gradient_tile<T>(p, order, [&](const GradientTile& tile) {
+    if (tile.steps == 0) return;
+    sum_tile<T>(sums, consumer, tile.steps, shared, ring, slot);
+    leave_sums(sums, p, tile, consumer, factor, shared, ring, slot);
   });
 }
 
@@ -531,12 +575,16 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterBlocks, 
 #if PARKA_SM90_CODE
   extern __shared__ __align__(1024) unsigned char memory[];
   const uint32_t shared = shared_address(memory);
-  const GradientRing ring(shared);
-  const SumsTile out(shared);
+  const Ring ring(shared);
+  int* const order = reinterpret_cast<int*>(memory + kOrderAt);
   run_roles<kGradientFinisherRegisters, kGradientConsumerRegisters>(
-      ring, out, [] {}, [&] { copy_gradient_tiles<T>(product, shared, ring); },
-      [&](int consumer) { multiply_gradient_tiles<T>(consumer, product, shared, ring, out); },
-      [&] { finish_gradient_tiles<T>(product, shared, out); });
+      ring, OutTile(shared),
+      [&] { order_experts(product.experts, reinterpret_cast<int*>(memory + kCountsAt), order); },
+      [&] { copy_gradient_tiles<T>(product, order, shared, ring); },
+      [&](int consumer) { multiply_gradient_tiles<T>(consumer, product, order, shared, ring); },
+      [&] {
+        if (!product.accumulate) clear_idle_tiles<T>(product, order);
+      });
 #endif
 }
 

@@ -29,6 +29,21 @@ __device__ inline void copy_codes_async(uint32_t target, const CUtensorMap& map,
       : "memory");
 }
 
+// Copies of boxes the other way around, from shared memory. Before one starts, each thread that wrote there calls
+// fence_before_copies(), and then the threads synchronize. wait_copies_out() returns once what this thread has
+// started was read, but for its last kPending groups.
+__device__ inline void fence_before_copies() { asm volatile("fence.proxy.async.shared::cta;\n" ::: "memory"); }
+__device__ inline void copy_box_out_async(const CUtensorMap& map, int column, int row, uint32_t source) {
+  asm volatile("cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%0, {%1, %2}], [%3];\n" ::"l"(&map),
+               "r"(column), "r"(row), "r"(source)
+               : "memory");
+}
+__device__ inline void commit_copies_out() { asm volatile("cp.async.bulk.commit_group;\n" ::: "memory"); }
+template <int kPending>
+__device__ inline void wait_copies_out() {
+  asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
+}
+
 #define PARKA_C4(n) "+f"(c[0][n][0]), "+f"(c[0][n][1]), "+f"(c[0][n][2]), "+f"(c[0][n][3])
 #define PARKA_C16(n) PARKA_C4(n), PARKA_C4(n + 1), PARKA_C4(n + 2), PARKA_C4(n + 3)
 #define PARKA_C64(n) PARKA_C16(n), PARKA_C16(n + 4), PARKA_C16(n + 8), PARKA_C16(n + 12)
