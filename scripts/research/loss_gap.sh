@@ -4,9 +4,10 @@
 #   scripts/research/loss_gap.sh OUT TEXT_FOLDER [RUN...]
 # The text is all source code and documentation in the folder, an installation's Python packages for example. A RUN is a
 # recipe, or NAME=RECIPE,KEY=VALUE,... with config keys; by default coat, and parka as scripts/research/one_gpu.sh measures
-# it. TOKENS sets how many are trained on (default 300 million); PARKA, PYTHON, MODEL and GPUS are those of paired_runs.sh beside
-# this. OUT gets the runs' metrics, their gaps (loss_gap.jsonl) and plots. Runs save when they get SIGTERM; the same command
-# continues them.
+# it. TOKENS sets how many are trained on (default 300 million), and VOCABULARY has them be ids of a BPE tokenizer, at most so many,
+# which is trained on the text; PARKA, PYTHON, MODEL and GPUS are those of paired_runs.sh beside this. A mixture of 32 experts with as
+# many active parameters: MODEL="model.d_ffn=512 model.moe.num_experts=32 model.moe.experts_per_token=4 training.balance_loss=0.01".
+# OUT gets the runs' metrics, their gaps (loss_gap.jsonl) and plots. Runs save when they get SIGTERM; the same command continues them.
 set -euo pipefail
 . "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.."
@@ -15,9 +16,14 @@ cd "$(dirname "$0")/../.."
 [ $# -gt 0 ] || set -- coat parka=parka,precision.group_size=32
 tokens=${TOKENS:-300000000}
 batch=64 length=2048
-make_tokens --max-tokens "$tokens"
+if [ -n "${VOCABULARY:-}" ]; then
+  make_bpe_tokens "$VOCABULARY" "$tokens" 0
+else
+  vocabulary=272
+  make_tokens --max-tokens "$tokens"
+fi
 shared_keys $length $batch $((tokens / (batch * length)))
-shared+=" model.vocab_size=272 training.micro_batch_size=32"
+shared+=" model.vocab_size=$vocabulary training.micro_batch_size=32"
 train_runs configs/olmo-150m.json "${BASE:-bf16}" "$@"
 
 "$python" scripts/compare.py "${folders[@]}" --json --out "$out/differences.png" | tee "$out/loss_gap.jsonl"
