@@ -403,6 +403,97 @@ TEST_CASE("combine_rows adds the rows of a token's slots in order", "[kernels][m
   }
 }
 
+// Each rank's tensors of sort_by_expert, where P ranks divide the experts.
+struct SortedPart {
+  TestTensor offsets, counts, row_of_slot, slot_of_row, row_weights;
+
+  SortedPart(Device& device, const Sorted& all, int64_t rank, int64_t num_ranks)
+      : offsets(device, DType::kI32, {all.s.E / num_ranks + 1}),
+        counts(device, DType::kI32, {all.s.E / num_ranks}),
+        row_of_slot(device, DType::kI32, {all.s.T, all.s.k}),
+        slot_of_row(device, DType::kI32, {rows_of(all.s, num_ranks)}),
+        row_weights(device, DType::kF32, {rows_of(all.s, num_ranks)}) {
+    sort_by_expert(device, {all.experts, all.weights, offsets, counts, row_of_slot, slot_of_row, row_weights,
+                            rank * all.s.E / num_ranks});
+  }
+  static int64_t rows_of(const Shape& s, int64_t num_ranks) {
+    const int64_t E = s.E / num_ranks;
+    return expert_rows(s.T * std::min(s.k, E), E);
+  }
+};
+
+TEST_CASE("ranks that divide experts have the rows of their own, and their sums are those of all",
+          "[kernels][moe]") {
+  for (Device* device : devices()) {
+    for (const auto& [s, P] : {std::pair{Shape{17, 8, 2}, 2},
+                               {Shape{300, 64, 9}, 8},
+                               {Shape{64, 16, 8}, 16},
+                               {Shape{1100, 8, 4}, 4},
+                               {Shape{0, 8, 2}, 2}}) {
+      const int64_t d = 24, R = expert_rows(s.T * s.k, s.E);
+      const Sorted all(*device, s, skewed_experts(s, 31));
+      const std::vector<int32_t> chosen = integers(all.experts), counts = integers(all.counts);
+      const std::vector<float> weights = all.weights.host();
+      // Whole numbers, so that sums have no order.
+      std::vector<float> values(static_cast<size_t>(s.T * d)), want(values.size()), sums(values.size());
+      for (size_t i = 0; i < values.size(); ++i) values[i] = static_cast<float>(i % 61);
+      for (size_t i = 0; i < values.size(); ++i) want[i] = static_cast<float>(s.k) * values[i];
+      const TestTensor x(*device, DType::kF32, {s.T, d}, values);
+      int64_t wrong = 0;
+      for (int64_t rank = 0; rank < P; ++rank) {
+        const int64_t E = s.E / P, rows = SortedPart::rows_of(s, P);
+        const SortedPart part(*device, all, rank, P), again(*device, all, rank, P);
+        const std::vector<int32_t> own_counts = integers(part.counts), row_of_slot = integers(part.row_of_slot),
+                                   offsets = integers(part.offsets), slot_of_row = integers(part.slot_of_row);
+        const std::vector<float> row_weights = part.row_weights.host();
+        for (int64_t e = 0; e < E; ++e) wrong += own_counts[e] != counts[rank * E + e];
+        for (size_t slot = 0; slot < chosen.size(); ++slot) {
+          const int64_t e = chosen[slot] - rank * E;
+          if (e < 0 || e >= E) {
+            wrong += row_of_slot[slot] != -1;
+            continue;
+          }
+          const int32_t row = row_of_slot[slot];
+          const bool is_of_expert = row >= offsets[e] && row < offsets[e] + own_counts[e];
+          wrong +=
+              !is_of_expert || slot_of_row[row] != static_cast<int32_t>(slot) || row_weights[row] != weights[slot];
+        }
+        int64_t used = 0;
+        for (const int32_t slot : slot_of_row) used += slot >= 0 ? 1 : 0;
+        for (const int32_t count : own_counts) used -= count;
+        wrong += used != 0;
+        const TestTensor gathered(*device, DType::kF32, {rows, d}), out(*device, DType::kF32, {s.T, d});
+        gather_tokens(*device, {.slot_of_row = part.slot_of_row, .slots_per_token = s.k, .x = x, .out = gathered});
+        combine_rows(*device, {.rows = gathered, .row_of_slot = part.row_of_slot, .out = out});
+        const std::vector<float> of_part = out.host();
+        for (size_t i = 0; i < sums.size(); ++i) sums[i] += of_part[i];
+        CHECK((part.row_of_slot.bytes() == again.row_of_slot.bytes() && part.slot_of_row.guard_intact()));
+      }
+      CAPTURE(device->name(), s, P);
+      CHECK(wrong == 0);
+      CHECK((sums == want));
+
+      // The gradients of weights by slots are those by rows.
+      if (s.T == 0) continue;
+      const TestTensor logits(*device, DType::kF32, {s.T, s.E}, random_normal(s.T * s.E, 32)),
+          by_row(*device, DType::kF32, {R}, random_normal(R, 33)), by_slot(*device, DType::kF32, {s.T * s.k}),
+          d_l(*device, DType::kF32, {s.T, s.E}), d_l_by_slot(*device, DType::kF32, {s.T, s.E});
+      combine_rows(*device, {.rows = by_row.view().reshaped({R, 1}),
+                             .row_of_slot = all.row_of_slot.view().reshaped({s.T * s.k, 1}),
+                             .out = by_slot.view().reshaped({s.T * s.k, 1})});
+      RouteBackward backward{.logits = logits,
+                             .experts = all.experts,
+                             .row_of_slot = all.row_of_slot,
+                             .d_row_weights = by_row,
+                             .d_logits = d_l};
+      route_backward(*device, backward);
+      backward.row_of_slot = {}, backward.d_row_weights = by_slot, backward.d_logits = d_l_by_slot;
+      route_backward(*device, backward);
+      CHECK((d_l.bytes() == d_l_by_slot.bytes()));
+    }
+  }
+}
+
 TEST_CASE("rows gathered and combined with weights of one are k times the token's", "[kernels][moe]") {
   for (Device* device : devices()) {
     for (const Shape& s : kShapes) {
@@ -603,8 +694,8 @@ TEST_CASE("ops of a router refuse wrong arguments", "[kernels][moe]") {
   Device& device = cpu_device();
   const TestTensor logits(device, DType::kF32, {4, 6}), half(device, DType::kBF16, {4, 6}),
       experts(device, DType::kI32, {4, 2}), weights(device, DType::kF32, {4, 2}), one(device, DType::kI32, {4, 1}),
-      many(device, DType::kI32, {4, 7}), many_weights(device, DType::kF32, {4, 7}), bias(device, DType::kF32, {6}),
-      shorter(device, DType::kF32, {5});
+      many(device, DType::kI32, {4, 7}, std::vector<float>(28, 1 << 20)), many_weights(device, DType::kF32, {4, 7}),
+      bias(device, DType::kF32, {6}), shorter(device, DType::kF32, {5});
   const auto route_error = [&](auto change) {
     Route op{.logits = logits, .experts = experts, .weights = weights};
     change(op);

@@ -96,8 +96,14 @@ void check_index(const char* op, int64_t index, int64_t end) {
 
 // The gradient of a token's p, from its weights and the balance loss.
 std::vector<float> score_gradient(const RouteBackward& a, const TokenScores& scores, int64_t t) {
-  const std::span<const int32_t> experts = experts_of(a.experts, t), rows = experts_of(a.row_of_slot, t);
-  const float* d_weights = a.d_row_weights.as<float>();
+  const std::span<const int32_t> experts = experts_of(a.experts, t);
+  const auto k = static_cast<int64_t>(experts.size());
+  std::vector<float> d_weights;
+  for (int64_t slot = t * k; slot < (t + 1) * k; ++slot) {
+    const int64_t row = a.row_of_slot.empty() ? slot : a.row_of_slot.as<int32_t>()[slot];
+    check_index("route_backward", row, a.d_row_weights.dim[0]);
+    d_weights.push_back(a.d_row_weights.as<float>()[row]);
+  }
   const float divisor = weight_divisor(scores.p, experts, a.rule);
   std::vector<float> d_p(scores.p.size());
   if (a.balance_factor != 0) {
@@ -111,11 +117,10 @@ std::vector<float> score_gradient(const RouteBackward& a, const TokenScores& sco
   }
   float mean = 0;  // of the weights' gradients, by the weights
   for (size_t j = 0; j < experts.size(); ++j) {
-    check_index("route_backward", rows[j], a.d_row_weights.dim[0]);
-    if (a.rule.normalize) mean += scores.p[experts[j]] / divisor * d_weights[rows[j]];
+    if (a.rule.normalize) mean += scores.p[experts[j]] / divisor * d_weights[j];
   }
   for (size_t j = 0; j < experts.size(); ++j) {
-    d_p[experts[j]] += a.rule.scaling * (d_weights[rows[j]] - mean) / divisor;
+    d_p[experts[j]] += a.rule.scaling * (d_weights[j] - mean) / divisor;
   }
   return d_p;
 }
@@ -139,22 +144,29 @@ void route(Device&, const Route& a) {
 
 void sort_by_expert(Device&, const SortByExpert& a) {
   const int64_t S = a.experts.numel(), E = a.counts.dim[0], R = a.slot_of_row.dim[0];
-  const auto* experts = a.experts.as<int32_t>();
+  const bool has_all = a.first_expert == SortByExpert::kAllExperts;
+  std::vector<int64_t> experts(a.experts.as<int32_t>(), a.experts.as<int32_t>() + S);
   const auto* weights = a.weights.as<float>();
   auto *counts = a.counts.as<int32_t>(), *offsets = a.offsets.as<int32_t>();
-  for (int64_t s = 0; s < S; ++s) check_index("sort_by_expert", experts[s], E);
+  for (int64_t& e : experts) {
+    if (has_all) check_index("sort_by_expert", e, E);
+    if (!has_all) e = e < a.first_expert || e >= a.first_expert + E ? -1 : e - a.first_expert;
+  }
   std::fill_n(counts, E, 0);
   std::fill_n(a.slot_of_row.as<int32_t>(), R, -1);
   std::fill_n(a.row_weights.as<float>(), R, 0.0f);
-  for (int64_t s = 0; s < S; ++s) ++counts[experts[s]];
+  for (const int64_t e : experts) {
+    if (e >= 0) ++counts[e];
+  }
   offsets[0] = 0;
   for (int64_t e = 0; e < E; ++e) {
     offsets[e + 1] = offsets[e] + static_cast<int32_t>(ceil_div(counts[e], kExpertRows) * kExpertRows);
   }
   std::vector<int32_t> next(offsets, offsets + E);
   for (int64_t s = 0; s < S; ++s) {
-    const int32_t row = next[experts[s]]++;
+    const int32_t row = experts[s] < 0 ? -1 : next[experts[s]]++;
     a.row_of_slot.as<int32_t>()[s] = row;
+    if (row < 0) continue;
     a.slot_of_row.as<int32_t>()[row] = static_cast<int32_t>(s);
     a.row_weights.as<float>()[row] = weights[s];
   }
@@ -200,6 +212,7 @@ void combine_rows(Device&, const CombineRows& a) {
     for (int64_t t = begin; t < end; ++t) {
       std::fill(sum.begin(), sum.end(), 0.0f);
       for (const int32_t r : experts_of(a.row_of_slot, t)) {
+        if (r == -1) continue;
         check_index("combine_rows", r, a.rows.dim[0]);
         decode_elements(a.rows, r * d, d, row.data());
         for (int64_t c = 0; c < d; ++c) sum[c] += row[c];

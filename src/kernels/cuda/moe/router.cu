@@ -253,7 +253,8 @@ __global__ void __launch_bounds__(kThreads) route_backward_kernel(BackwardArgume
   const TokenScores<kExperts> scores(a.logits_TE + t * a.E, a.E, a.rule.score);
   const bool has_choice = lane < a.k;
   const int own_expert = has_choice ? a.experts_Tk[t * a.k + lane] : 0;
-  const float d_weight = has_choice ? a.d_weights_R[a.rows_Tk[t * a.k + lane]] : 0.0f;
+  const int64_t slot = t * a.k + lane;
+  const float d_weight = has_choice ? a.d_weights_R[a.rows_Tk == nullptr ? slot : a.rows_Tk[slot]] : 0.0f;
   float own_p = 0.0f, divisor = 0.0f;
   for (int j = 0; j < a.k; ++j) {
     const float p = scores.p_of(__shfl_sync(kFullWarp, own_expert, j));
@@ -322,7 +323,7 @@ void route_backward(Device& device, const RouteBackward& a) {
     const BackwardArguments<D> arguments = {
         .logits_TE = a.logits.as<float>(),
         .experts_Tk = a.experts.as<int32_t>(),
-        .rows_Tk = a.row_of_slot.as<int32_t>(),
+        .rows_Tk = optional<int32_t>(a.row_of_slot),
         .d_weights_R = a.d_row_weights.as<float>(),
         .load_E = optional<float>(a.load),
         .d_logits_TE = a.d_logits.as<D>(),

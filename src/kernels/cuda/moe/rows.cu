@@ -21,7 +21,11 @@ struct SortTensors {
   float* row_weights_R;
   int32_t* before_EP;  // slots of each expert in each piece, then in the pieces before it
   int64_t S, R;
-  int E, pieces, piece_slots;
+  int E, pieces, piece_slots, first_expert;
+
+  // Among the E experts; others than 0 to E - 1 are of other ranks.
+  __device__ int expert(int64_t s) const { return experts_S[s] - first_expert; }
+  __device__ bool is_here(int expert) const { return static_cast<unsigned>(expert) < static_cast<unsigned>(E); }
 };
 
 // Makes all rows those of no slot as well.
@@ -32,7 +36,9 @@ __global__ void __launch_bounds__(kThreads) count_slots_kernel(SortTensors a) {
   for (int e = thread; e < a.E; e += kThreads) counts[e] = 0;
   __syncthreads();
   const int64_t first = int64_t{blockIdx.x} * a.piece_slots, end = min(first + a.piece_slots, a.S);
-  for (int64_t s = first + thread; s < end; s += kThreads) atomicAdd(&counts[a.experts_S[s]], 1);
+  for (int64_t s = first + thread; s < end; s += kThreads) {
+    if (const int expert = a.expert(s); a.is_here(expert)) atomicAdd(&counts[expert], 1);
+  }
   for (int64_t r = int64_t{blockIdx.x} * kThreads + thread; r < a.R; r += int64_t{a.pieces} * kThreads) {
     a.slot_of_row_R[r] = -1;
     a.row_weights_R[r] = 0.0f;
@@ -89,13 +95,13 @@ __global__ void __launch_bounds__(kScanThreads) scan_counts_kernel(SortTensors a
 }
 
 // Calls f(slot, expert, mask of the lanes with the same expert) for 32 adjacent slots of a warp's part after the
-// other. Slots past the end have expert -1.
+// other. Slots past the end, and of experts that are not here, have expert -1.
 template <typename F>
 __device__ void for_each_slot(const SortTensors& a, const F& f) {
   const int part = a.piece_slots / kWarps;
   const int64_t first = int64_t{blockIdx.x} * a.piece_slots + warp_of_thread() * part + lane_of_thread();
   for (int64_t s = first; s - lane_of_thread() < min(first - lane_of_thread() + part, a.S); s += kWarpSize) {
-    const int expert = s < a.S ? a.experts_S[s] : -1;
+    const int own = s < a.S ? a.expert(s) : -1, expert = a.is_here(own) ? own : -1;
     f(s, expert, __match_any_sync(kFullWarp, expert));
   }
 }
@@ -129,6 +135,8 @@ __global__ void __launch_bounds__(kThreads) place_slots_kernel(SortTensors a) {
       a.row_of_slot_S[s] = row;
       a.slot_of_row_R[row] = static_cast<int32_t>(s);
       a.row_weights_R[row] = a.weights_S[s];
+    } else if (s < a.S) {
+      a.row_of_slot_S[s] = -1;
     }
     __syncwarp();
     add_slots(expert, same);
@@ -299,8 +307,8 @@ __global__ void __launch_bounds__(kThreads) combine_rows_kernel(const X* rows_Rd
       Stored<X, kWidth> values[kCombineDepth];
 #pragma unroll
       for (int j = 0; j < kCombineDepth; ++j) {
-        const bool has_row = first + j < k;
-        values[j] = load_stored<kWidth>(rows_Rd + (has_row ? rows[first + j] : 0) * d + column, has_row);
+        const int row = first + j < k ? rows[first + j] : -1;
+        values[j] = load_stored<kWidth>(rows_Rd + max(row, 0) * d + column, row >= 0);
       }
 #pragma unroll
       for (int j = 0; j < kCombineDepth; ++j) {
@@ -337,6 +345,7 @@ void sort_by_expert(Device& any_device, const SortByExpert& a) {
       .E = static_cast<int>(a.counts.dim[0]),
       .pieces = static_cast<int>(sort_pieces(S)),
       .piece_slots = static_cast<int>(sort_piece_slots(S)),
+      .first_expert = static_cast<int>(std::max<int64_t>(a.first_expert, 0)),
   };
   const Grid by_piece(tensors.pieces, kThreads);
   launch_early(device, "sort_by_expert", count_slots_kernel, by_piece, tensors);

@@ -56,8 +56,9 @@ void sort_by_expert(Device& device, const SortByExpert& a) {
   check_tensor("sort_by_expert", "row_of_slot", a.row_of_slot, {T, k}, {DType::kI32});
   check_tensor("sort_by_expert", "slot_of_row", a.slot_of_row, {R}, {DType::kI32});
   check_tensor("sort_by_expert", "row_weights", a.row_weights, {R}, {DType::kF32});
-  check_sizes("sort_by_expert", E, k);
-  check_rows("sort_by_expert", "slot_of_row", R, T * k, E);
+  const bool has_all = a.first_expert == SortByExpert::kAllExperts;
+  check_sizes("sort_by_expert", has_all ? E : std::max(E, k), k);
+  check_rows("sort_by_expert", "slot_of_row", R, T * std::min(k, E), E);
   PARKA_DISPATCH(sort_by_expert, device, a);
 }
 
@@ -105,11 +106,12 @@ void route_backward(Device& device, const RouteBackward& a) {
   const int64_t T = a.logits.dim[0], E = a.logits.dim[1], k = a.experts.dim[1], R = a.d_row_weights.dim[0];
   check_tensor("route_backward", "logits", a.logits, {T, E}, {DType::kF32});
   check_tensor("route_backward", "experts", a.experts, {T, k}, {DType::kI32});
-  check_tensor("route_backward", "row_of_slot", a.row_of_slot, {T, k}, {DType::kI32});
-  check_tensor("route_backward", "d_row_weights", a.d_row_weights, {R}, {DType::kF32});
+  const bool is_by_slot = a.row_of_slot.empty();
+  if (!is_by_slot) check_tensor("route_backward", "row_of_slot", a.row_of_slot, {T, k}, {DType::kI32});
+  check_tensor("route_backward", "d_row_weights", a.d_row_weights, {is_by_slot ? T * k : R}, {DType::kF32});
   check_tensor("route_backward", "d_logits", a.d_logits, {T, E}, {DType::kF32, DType::kBF16});
   check_sizes("route_backward", E, k);
-  check_rows("route_backward", "d_row_weights", R, T * k, E);
+  if (!is_by_slot) check_rows("route_backward", "d_row_weights", R, T * k, E);
   if (!a.load.empty()) {
     check_tensor("route_backward", "load", a.load, {std::max(E, a.load.dim[0])}, {DType::kF32});
   } else if (a.balance_factor != 0) {
@@ -149,7 +151,7 @@ int64_t workspace_of(const RouterLoad& a) {
 }
 
 OpCost cost_of(const RouteBackward& a) {
-  const double weights = static_cast<double>(a.row_of_slot.numel() * size_of(a.d_row_weights.dtype));
+  const double weights = static_cast<double>(a.experts.numel() * size_of(a.d_row_weights.dtype));
   return moved(all_bytes(a.logits, a.experts, a.row_of_slot, a.d_logits) + weights, a.logits);
 }
 

@@ -8,8 +8,8 @@ namespace parka {
 
 // Ops that bring tokens to experts and their outputs back: T tokens, E experts, k of them chosen for each token.
 // A "slot" is one choice of one token; slot t * k + j is the j-th choice of token t. Slots are sorted by expert,
-// and each expert's rows begin at a multiple of kExpertRows, so R = expert_rows(T * k, E) rows are enough for any
-// choices: memory depends on no routing. Rows of no slot are zeros in every tensor of R rows.
+// and each expert's rows begin at a multiple of kExpertRows, so R = expert_rows(T * min(k, E), E) rows are enough
+// for any choices: memory depends on no routing. Rows of no slot are zeros in every tensor of R rows.
 
 // Tiles of the grouped products, which read the rows of one expert alone.
 inline constexpr int64_t kExpertRows = 128;
@@ -56,6 +56,10 @@ struct SortByExpert {
   TensorView row_of_slot;  // [T, k] int32, out
   TensorView slot_of_row;  // [R] int32, out; -1: of no slot
   TensorView row_weights;  // [R] fp32, out; 0 in rows of no slot
+  // Other than kAllExperts: the E experts are this one of more and those after it, which other ranks have. Slots of
+  // others have row -1. A token has at most min(k, E) rows.
+  static constexpr int64_t kAllExperts = -1;
+  int64_t first_expert = kAllExperts;
 };
 PARKA_OP(sort_by_expert, SortByExpert);
 int64_t workspace_of(const SortByExpert& a);
@@ -73,8 +77,8 @@ struct GatherTokens {
 PARKA_OP(gather_tokens, GatherTokens);
 
 // out[t] = (accumulate ? out[t] : 0) + (sum over j in order of rows[row_of_slot[t, j]]), summed in fp32 and rounded
-// once. Forward: of the experts' outputs, whose weights are in the rows. Backward: of the gradients of their
-// inputs.
+// once; row -1 adds nothing. Forward: of the experts' outputs, whose weights are in the rows. Backward: of the
+// gradients of their inputs.
 struct CombineRows {
   TensorView rows;         // [R, d] fp32 or bf16, in
   TensorView row_of_slot;  // [T, k] int32, in
@@ -106,7 +110,7 @@ int64_t workspace_of(const RouterLoad& a);
 struct RouteBackward {
   TensorView logits;         // [T, E] fp32, in
   TensorView experts;        // [T, k] int32, in
-  TensorView row_of_slot;    // [T, k] int32, in
+  TensorView row_of_slot;    // [T, k] int32, in; empty: row t * k + j is that of slot t * k + j
   TensorView d_row_weights;  // [R] fp32, in
   TensorView load = {};      // [>= E] fp32, in: load[e] of the balance loss; empty: none
   RouterRule rule = {};
