@@ -9,11 +9,13 @@ namespace parka {
 // Which ranks take part in a collective: those that differ along some axes of the mesh, and agree along the others.
 enum class Peers {
   kAll,
-  kShard,      // ranks that divide states, gradients or weights (ZeRO)
-  kReplicate,  // ranks that have the same pieces: one of each kShard group
-  kContext,    // ranks that share each sequence
+  kShard,        // ranks that divide states, gradients or weights (ZeRO)
+  kReplicate,    // ranks that have the same pieces: one of each kShard group
+  kContext,      // ranks that share each sequence
+  kExpert,       // ranks that divide the experts of a mixture, each with whole ones
+  kExpertShard,  // ranks of a kShard group that have the same experts
 };
-inline constexpr int kNumPeers = 4;
+inline constexpr int kNumPeers = 6;
 
 // The ranks of a run, ordered along axes. Ranks along an axis are `stride` apart, so that groups of consecutive
 // ranks have stride 1. Axes may overlap: those that share a sequence may divide the states, too.
@@ -21,10 +23,17 @@ class Mesh {
  public:
   // All ranks divide what is divided, and none share a sequence.
   Mesh(int rank, int size) : Mesh(rank, size, size, 1) {}
-  // `shard_size` and `context_size` divide `size`.
-  Mesh(int rank, int size, int shard_size, int context_size)
-      : rank_(rank), axes_{{{1, size}, {1, shard_size}, {shard_size, size / shard_size}, {1, context_size}}} {
+  // `shard_size` and `context_size` divide `size`, and `expert_size` divides `shard_size`.
+  Mesh(int rank, int size, int shard_size, int context_size, int expert_size = 1)
+      : rank_(rank),
+        axes_{{{1, size},
+               {1, shard_size},
+               {shard_size, size / shard_size},
+               {1, context_size},
+               {1, expert_size},
+               {expert_size, shard_size / expert_size}}} {
     PARKA_REQUIRE(rank >= 0 && rank < size && size % shard_size == 0 && size % context_size == 0);
+    PARKA_REQUIRE(shard_size % expert_size == 0);
   }
 
   int rank() const { return rank_; }

@@ -61,8 +61,15 @@ struct ParameterInfo {
 
   int64_t numel() const { return rows * cols; }
   int64_t active_numel() const { return numel() / num_stacked * num_active; }
-  // The elements that this rank updates: all, or its piece.
-  ElementRange own_elements() const { return placement.states.own(numel()); }
+  // With the experts of all ranks, where they are divided: what a checkpoint has under the name.
+  int64_t whole_rows() const { return rows * placement.expert_places; }
+  int64_t whole_numel() const { return whole_rows() * cols; }
+  // The elements of that which this rank updates: all, or its piece.
+  ElementRange own_elements() const {
+    const ElementRange own = placement.states.own(numel());
+    const int64_t first = placement.expert_place * numel();
+    return {first + own.begin, first + own.end};
+  }
   bool is_coded() const { return base != BaseFormat::kCompute; }
   // True for the weight of a linear layer in a block, of the decoder or of a tower, or of all experts of one.
   bool is_of_block() const {

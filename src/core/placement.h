@@ -4,6 +4,7 @@
 
 #include "core/element_box.h"
 #include "core/memory/memory_plan.h"
+#include "core/mesh.h"
 #include "core/tensor.h"
 
 namespace parka {
@@ -48,24 +49,37 @@ struct Shard {
 struct Zero {
   int64_t stage = 0;  // 0: nothing; 1: masters and moments; 2: and gradients; 3: and weights
   Shard shard = {};   // of one rank at stage 0
+  // Ranks that divide experts (Peers::kExpert): which of them this one is, and their number.
+  int64_t expert_place = 0, expert_places = 1;
 
   bool shards_states() const { return shard.size > 1 && stage >= 1; }
   bool shards_gradients() const { return shard.size > 1 && stage >= 2; }
   bool shards_weights() const { return shard.size > 1 && stage >= 3; }
+  // Those of the ranks that have the same experts.
+  Shard shard_of_experts() const {
+    return shard.size == 1 ? shard : Shard{shard.rank / expert_places, shard.size / expert_places};
+  }
   bool operator==(const Zero&) const = default;
 };
 
-inline Zero make_zero(int64_t stage, int64_t rank, int64_t size) {
-  return {stage, stage == 0 ? Shard{} : Shard{rank, size}};
+inline Zero make_zero(int64_t stage, int64_t rank, int64_t size, int64_t expert_places = 1) {
+  return {stage, stage == 0 ? Shard{} : Shard{rank, size}, rank % expert_places, expert_places};
 }
 
 // Where a parameter lives: the memory of its weight, and the ranks over which each of its tensors is divided. They
-// are those of Peers::kShard.
+// are those of Peers::kShard, and of experts that ranks divide Peers::kExpertShard.
 struct Placement {
   MemoryPlace memory = MemoryPlace::kDevice;  // of the weight in the compute format; if host, of the states as well
   Shard weight = {};                          // in the compute format; a divided one is gathered before each use
   Shard gradient = {};                        // the sum over micro-batches
   Shard states = {};                          // masters and moments: a rank updates the elements that it has
+  // By expert: a parameter is the part with the experts of this place, and all that is divided above is of it.
+  int64_t expert_place = 0, expert_places = 1;
+
+  bool is_by_expert() const { return expert_places > 1; }
+  // Consecutive ranks that have different parts of the states; those after them have copies.
+  int64_t num_parts() const { return states.size * expert_places; }
+  Peers peers() const { return is_by_expert() ? Peers::kExpertShard : Peers::kShard; }
 };
 
 }  // namespace parka

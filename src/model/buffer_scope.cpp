@@ -85,19 +85,22 @@ TensorId BufferScope::residual(const std::string& name, int64_t width, bool is_f
 }
 
 GemmInputIds BufferScope::gemm_input(const std::string& name, int64_t width, bool save, PhaseMask forward,
-                                     PhaseMask backward, bool is_read_again, int64_t rows) {
+                                     PhaseMask backward, bool is_read_again, int64_t rows,
+                                     const std::string& kept_suffix) {
   if (rows == 0) rows = tokens();
   save = save && is_read_again;
   const Format& format = formats_.activation;
   if (!formats_.fp8_gemm) {
-    return {save ? kept(name, format, rows, width) : workspace(name, format, rows, width, forward | backward), {}};
+    return {save ? kept(name + kept_suffix, format, rows, width)
+                 : workspace(name, format, rows, width, forward | backward),
+            {}};
   }
   sample(width);
-  const TensorId scale = kept_scale(name);
+  const TensorId scale = kept_scale(name + kept_suffix);
   GemmInputIds ids;
   ids.row = workspace(name, format, rows, width, forward, scale);
   if (!has_backward() || !is_read_again) return ids;
-  ids.transposed = save ? kept(name + "_t", format, width, rows, scale)
+  ids.transposed = save ? kept(name + "_t" + kept_suffix, format, width, rows, scale)
                         : workspace(name + "_t", format, width, rows, backward, scale);
   return ids;
 }

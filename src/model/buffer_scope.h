@@ -83,9 +83,9 @@ class BufferScope {
   // The input [T, width] of a linear layer, which its weight gradient reads again: kept if `save`, else workspace
   // that backward refills. FP8 is kept transposed, as the weight gradient wants it. `forward` and `backward` are
   // the phases in which it is written and read. `is_read_again`: there is a weight gradient. `rows` are those of
-  // experts, other than T.
+  // experts, other than T, and `kept_suffix` tells what is kept of one source of them from that of others.
   GemmInputIds gemm_input(const std::string& name, int64_t width, bool save, PhaseMask forward, PhaseMask backward,
-                          bool is_read_again, int64_t rows = 0);
+                          bool is_read_again, int64_t rows = 0, const std::string& kept_suffix = {});
   // The kTensor scale of such an input, to be kept while its codes are workspace: with the scale at hand backward
   // makes the same codes again in one pass. Invalid for other scalings.
   TensorId kept_scale(const std::string& name);

@@ -108,6 +108,11 @@ void Model::set_context(ContextExchange* context) {
   if (evaluation_) evaluation_->set_context(context);
 }
 
+void Model::set_experts(ExpertExchange* experts) {
+  if (training_) training_->set_experts(experts);
+  if (evaluation_) evaluation_->set_experts(experts);
+}
+
 void Model::accumulate_gradients(Device& device, const Batch& batch, const LossOptions& options,
                                  const std::vector<TensorView>& gradients, Accumulation accumulation,
                                  Queueing queueing) {
@@ -140,6 +145,12 @@ void Model::accumulate_gradients(Device& device, const Batch& batch, const LossO
   device.replay(recordings_[accumulation], work);
 }
 
+int64_t Model::expert_places() const {
+  int64_t most = 1;
+  for (const ParameterInfo& p : table_.all) most = std::max(most, p.placement.expert_places);
+  return most;
+}
+
 int64_t Model::num_sums() const {
   const RouterLoads routers(config_);
   return 1 + routers.num_blocks * routers.columns();
@@ -156,16 +167,18 @@ std::vector<StepScalar> Model::scalars(const std::vector<float>& sums, int64_t n
                                                                     {"router_z_loss", &ExpertUse::z_loss}};
   const std::vector<ExpertUse> blocks = expert_use(sums);
   const auto with_experts = std::span(blocks).subspan(static_cast<size_t>(config_.moe.dense_layers));
-  for (const auto& [name, number] : kMeans) {
+  const auto add_mean = [&](const char* name, double ExpertUse::*number) {
     double sum = 0;
     for (const ExpertUse& block : with_experts) sum += block.*number;
     scalars.push_back({name, sum / static_cast<double>(with_experts.size())});
-  }
+  };
+  for (const auto& [name, number] : kMeans) add_mean(name, number);
+  if (expert_places() > 1) add_mean("rank_load", &ExpertUse::rank_load);
   return scalars;
 }
 
 std::vector<ExpertUse> Model::expert_use(const std::vector<float>& sums) const {
-  return RouterLoads(config_).of_blocks(std::span(sums).subspan(1), config_.moe);
+  return RouterLoads(config_).of_blocks(std::span(sums).subspan(1), config_.moe, expert_places());
 }
 
 int64_t Model::host_bytes(const MemoryPlan& plan) const {
@@ -284,6 +297,7 @@ StepContext Model::Pass::load(Device& device, const Batch& batch, bool keep) con
   StepContext step{.device = device, .arena = *arena_, .weights = *weights_, .hooks = hooks_};
   step.shape = shape;
   if (shape.context_size > 1) step.context = context_;
+  step.experts = experts_;
   step.keep = keep;
   PARKA_REQUIRE(!shape.separate_documents || max_shape_.separate_documents);
   load_first_keys(step, batch.first_keys);

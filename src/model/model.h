@@ -19,6 +19,7 @@ namespace parka {
 
 struct StepContext;
 class ContextExchange;
+class ExpertExchange;
 
 // A decoder-only transformer (OLMo v1 or Llama), which may see images through a tower (vision/image_embedding.h):
 // blocks of attention and SwiGLU, written once against the ops of kernels/ops.h. The PrecisionConfig decides the
@@ -55,6 +56,9 @@ class Model {
 
   // The ranks that share each sequence, before the first batch. `context` must live as long as the model runs.
   void set_context(ContextExchange* context);
+  // Likewise the ranks that divide the experts, whose batches are of one size.
+  void set_experts(ExpertExchange* experts);
+  bool divides_experts() const { return expert_places() > 1; }
 
   // Tokens and targets of a batch on the host, num_tokens() each. targets[t] is the token that position t should
   // predict, or kIgnoreTarget. With shape.separate_documents, which the Model's own shape must then have too,
@@ -142,6 +146,7 @@ class Model {
     const KvCache *model, *side;  // side: of a side network, nullptr where there is none
   };
   Caches caches() const { return {&*cache_, side_cache_ ? &*side_cache_ : nullptr}; }
+  int64_t expert_places() const;  // ranks that divide the experts
   std::vector<float> read_logits(const Pass& pass, const StepContext& step, int64_t first_row, int64_t count) const;
 
   ModelConfig config_;

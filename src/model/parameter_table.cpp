@@ -130,13 +130,21 @@ ParameterTable::ParameterTable(std::vector<ParameterInfo> parameters) : all(std:
 
 // Weights of blocks alone are divided: one block is gathered while another computes.
 ParameterTable ParameterTable::placed(const Zero& zero, MemoryPlace linear_weights) && {
-  const auto divided = [&](bool is_divided) { return is_divided ? zero.shard : Shard{}; };
   for (ParameterInfo& p : all) {
-    const bool is_of_block = p.unit > 0 && p.unit < head_unit();
+    const bool is_of_block = p.unit > 0 && p.unit < head_unit(), is_expert = p.role == ParameterRole::kExperts;
+    const auto divided = [&](bool is_divided) {
+      return !is_divided ? Shard{} : is_expert ? zero.shard_of_experts() : zero.shard;
+    };
     p.placement = {.memory = p.role == ParameterRole::kLinear ? linear_weights : MemoryPlace::kDevice,
                    .weight = divided(zero.shards_weights() && is_of_block),
                    .gradient = divided(zero.shards_gradients()),
                    .states = divided(zero.shards_states())};
+    if (!is_expert) continue;
+    p.placement.expert_place = zero.expert_place;
+    p.placement.expert_places = zero.expert_places;
+    p.rows /= zero.expert_places;
+    p.num_stacked /= zero.expert_places;
+    p.fused_rows.resize(p.fused_rows.size() / static_cast<size_t>(zero.expert_places));
   }
   return std::move(*this);
 }
@@ -152,7 +160,7 @@ bool ParameterTable::trains_any(std::string_view prefix) const {
 
 int64_t ParameterTable::num_parameters() const {
   int64_t sum = 0;
-  for (const ParameterInfo& p : all) sum += p.numel();
+  for (const ParameterInfo& p : all) sum += p.whole_numel();
   return sum;
 }
 
@@ -268,7 +276,7 @@ ParameterTable make_parameter_table(const ModelConfig& config, bool decay_embedd
 
 std::vector<float> initial_weight(const ModelConfig& config, const ParameterTable& table, size_t index,
                                   uint64_t seed, ElementRange range) {
-  PARKA_REQUIRE(0 <= range.begin && range.begin <= range.end && range.end <= table.all.at(index).numel());
+  PARKA_REQUIRE(0 <= range.begin && range.begin <= range.end && range.end <= table.all.at(index).whole_numel());
   const double std = table.all[index].initial_std;
   const ParameterRole role = table.all[index].role;
   if (role == ParameterRole::kAdapterIn) return uniform_values(seed, index, table.all[index].cols, range);

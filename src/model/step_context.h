@@ -6,6 +6,7 @@
 #include "model/formats.h"
 #include "model/kv_cache.h"
 #include "model/layers/context_exchange.h"
+#include "model/layers/expert_exchange.h"
 #include "model/micro_batch.h"
 #include "model/samples.h"
 #include "model/unit_hooks.h"
@@ -29,6 +30,7 @@ struct StepContext {
   const ModelWeights& weights;
   UnitHooks* hooks = nullptr;          // nullptr: nobody is told
   ContextExchange* context = nullptr;  // with shape.context_size > 1
+  ExpertExchange* experts = nullptr;   // where ranks divide experts
   Samples samples = {};
 
   BatchShape shape = {};

@@ -45,9 +45,8 @@ bool gathers_transposed(const ParameterTable& table, const Formats& formats, Wei
   if (copies != WeightCopies::kBoth || use != WeightUse::kBackward) return false;
   const std::vector<int> block = table.unit(1);  // blocks differ in windows, not in weights
   // Ranks do not have the same experts.
-  if (std::ranges::any_of(block, [&](int i) { return table.all[static_cast<size_t>(i)].num_stacked > 1; })) {
-    return false;
-  }
+  const auto is_stacked = [&](int i) { return table.all[static_cast<size_t>(i)].role == ParameterRole::kExperts; };
+  if (std::ranges::any_of(block, is_stacked)) return false;
   return std::all_of(block.begin(), block.end(), [&](int index) {
     const ParameterInfo& p = table.all[static_cast<size_t>(index)];
     const Shard& shard = p.placement.weight;
@@ -95,7 +94,7 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
     auto num_amax = static_cast<int64_t>(parameters_.size());
     for (size_t i = 0; i < parameters_.size(); ++i) {
       first_stacked_amax_.push_back(num_amax);
-      if (is_stacked(i)) num_amax += parameters_[i].num_stacked;
+      if (is_stacked(i)) num_amax += parameters_[i].num_stacked * parameters_[i].placement.expert_places;
     }
     amax_id_ = plan.add("fp8 weights", "weight_amax", DType::kF32, {num_amax});
   }
@@ -253,7 +252,7 @@ void ModelWeights::bind_weight(const Arena& arena, size_t i, const TensorView& b
   const TensorView whole = flat(arena[plain_ids_[i]], states.padded(p.numel()));
   plain_.push_back(matrix(is_gathered_on_use(p.unit) && !buffer.empty() ? buffer : whole));
   kept_.push_back(flat(whole, p.numel()));
-  const ElementRange own = p.own_elements();
+  const ElementRange own = states.own(p.numel());
   own_.push_back(kept_.back().rows(own.begin, own.size()));
   if (!buffer.empty()) {
     fetched_[i] = matrix(buffer);
@@ -262,7 +261,7 @@ void ModelWeights::bind_weight(const Arena& arena, size_t i, const TensorView& b
   if (states.size > 1) {
     const TensorView& on_device = buffer.empty() ? whole : buffer;
     const int64_t piece = states.piece(p.numel()), begin = states.rank * piece;
-    pieces_[unit].push_back({on_device.rows(begin, piece), on_device, false, p.trainable});
+    pieces_[unit].push_back({on_device.rows(begin, piece), on_device, false, p.trainable, p.placement.peers()});
   }
   bind_copies(arena, i);
 }
@@ -309,7 +308,7 @@ void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Gathered& b
     host_parts_[unit].push_back({piece_plain_[i], on_device, shard});
     pieces_[unit].push_back({on_device, whole});
   } else {
-    pieces_[unit].push_back({is_code ? piece_codes_[i] : piece_plain_[i], whole});
+    pieces_[unit].push_back({is_code ? piece_codes_[i] : piece_plain_[i], whole, false, true, p.placement.peers()});
   }
   if (piece_codes_t_[i].empty()) {
     backward_pieces_[unit].push_back(pieces_[unit].back());
@@ -389,16 +388,17 @@ void ModelWeights::find_expert_amax(Device& device) const {
   for (size_t i = 0; i < own_.size(); ++i) {
     if (!is_stacked(i) || own_[i].empty()) continue;
     const ParameterInfo& p = parameters_[i];
-    parka::amax(
-        device,
-        {.x = own_[i], .result = amax_of(i), .part = p.numel() / p.num_stacked, .first = p.own_elements().begin});
+    parka::amax(device, {.x = own_[i],
+                         .result = amax_of(i),
+                         .part = p.numel() / p.num_stacked,
+                         .first = p.placement.states.own(p.numel()).begin});
   }
 }
 
 template <typename F>
 void ModelWeights::for_each_own_part(size_t i, const F& f) const {
   const ParameterInfo& p = parameters_[i];
-  const ElementRange own = p.own_elements();
+  const ElementRange own = p.placement.states.own(p.numel());
   const int64_t size = p.numel() / p.num_stacked;
   for (int64_t e = 0; e < p.num_stacked; ++e) {
     const int64_t begin = std::max(own.begin, e * size), end = std::min(own.end, (e + 1) * size);

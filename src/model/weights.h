@@ -3,6 +3,7 @@
 #include <vector>
 
 #include "core/memory/unit_buffers.h"
+#include "core/mesh.h"
 #include "core/placement.h"
 #include "kernels/device/arena.h"
 #include "model/coded_weights.h"
@@ -120,6 +121,7 @@ class ModelWeights {
     TensorView own, whole;
     bool is_columns = false;
     bool trainable = true;  // of the parameter
+    Peers peers = Peers::kShard;
   };
   enum class Pass { kForward, kBackward };
   // The pieces of a unit, in the same order on every rank. Empty if no rank lacks anything. Backward may gather
@@ -209,11 +211,12 @@ class ModelWeights {
   void quantize_piece(Device& device, size_t i) const;
   void quantize_whole(Device& device, size_t i, const TensorView& weight) const;
   bool gathers_codes() const { return divides_ && formats_.has_tensor_scales(); }
-  // One number, or one for each expert.
+  // One number, or one for each expert of this rank, among those of all ranks' experts.
   TensorView amax_of(size_t i) const {
     if (amax_.empty()) return amax_;
-    return is_stacked(i) ? amax_.rows(first_stacked_amax_[i], parameters_[i].num_stacked)
-                         : amax_.rows(static_cast<int64_t>(i), 1);
+    if (!is_stacked(i)) return amax_.rows(static_cast<int64_t>(i), 1);
+    const int64_t n = parameters_[i].num_stacked;
+    return amax_.rows(first_stacked_amax_[i] + parameters_[i].placement.expert_place * n, n);
   }
   // Calls f(expert, begin, count) for each expert of whose matrix this rank has elements, by their place in own().
   template <typename F>

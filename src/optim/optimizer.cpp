@@ -70,8 +70,9 @@ Optimizer::Optimizer(const OptimizerConfig& config, DType compute, std::vector<P
       groups_(matrices_.groups()) {
   check_config(config_, compute_, parameters_);
   for (const ParameterInfo& p : parameters_) {
-    shares_states_ |= p.placement.states.size > 1;
+    shares_states_ |= p.placement.states.size > 1 || p.placement.is_by_expert();
     shards_gradients_ |= p.placement.gradient.size > 1;
+    is_first_of_experts_ &= p.placement.expert_place == 0;
   }
   kinds_.resize(parameters_.size());
   ids_.resize(parameters_.size());
@@ -99,8 +100,8 @@ void Optimizer::declare_gradients(MemoryPlan& plan) {
   for (const size_t i : memory_order(parameters_)) {
     const ParameterInfo& p = parameters_[i];
     if (!p.trainable) continue;
-    const auto& [memory, weight, gradient, states] = p.placement;
-    const int64_t kept = gradient.size > 1 ? gradient.piece(p.numel()) : states.padded(p.numel());
+    const Shard &gradient = p.placement.gradient, &states = p.placement.states;
+    const int64_t kept = shards_gradients_ ? gradient.piece(p.numel()) : states.padded(p.numel());
     ids_[i].gradient = plan.add(kGradientCategory, p.name + ".gradient", config_.gradient, {kept});
   }
 }
@@ -232,7 +233,7 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
     const TensorView kept = arena[ids_[i].gradient];
     const TensorView whole =
         shares_gradient_buffers() ? arena[buffer_ids_[buffer_of(p)]].rows(buffer_offsets_[i], padded) : kept;
-    const bool is_apart = p.placement.gradient.size > 1 && !releases_gradients();
+    const bool is_apart = shards_gradients_ && !releases_gradients();
     const TensorView own = is_apart ? kept : whole.rows(states.rank * piece, piece);
     gradients_.push_back(whole.rows(0, p.numel()).reshaped({p.rows, p.cols}));
     gradient_pieces_.push_back({whole, own});
@@ -367,7 +368,12 @@ void Optimizer::clear_amax(Device& device, size_t begin, size_t end) const {
 TensorView Optimizer::queue_squares(Device& device, int unit) {
   const auto [begin, end] = range_of(unit);
   std::vector<TensorView> own;  // padding, which is zeros, included
-  for (size_t i = begin; i < end; ++i) own.push_back(gradient_pieces_[i].own);
+  for (size_t i = begin; i < end; ++i) {
+    // What the ranks that share the sum have whole counts once.
+    const Placement& placement = parameters_[i].placement;
+    const bool is_divided = placement.states.size > 1 || placement.is_by_expert();
+    own.push_back(is_divided || is_first_of_experts_ ? gradient_pieces_[i].own : TensorView());
+  }
   const TensorView squares = squares_.rows(static_cast<int64_t>(begin), static_cast<int64_t>(end - begin));
   const bool is_unit = unit != kAllUnits;
   sum_of_squares(device, {.parts = own, .partial = squares, .result = is_unit ? unit_squares_ : total_squares_});
@@ -462,7 +468,7 @@ double Optimizer::clip_limit(int64_t step) const {
 std::vector<NamedTensor> Optimizer::state() const {
   std::vector<NamedTensor> tensors;
   for (size_t i = 0; i < states_.size(); ++i) {
-    const int64_t numel = parameters_[i].numel(), groups = ceil_div(numel, kMomentGroup);
+    const int64_t numel = parameters_[i].whole_numel(), groups = ceil_div(numel, kMomentGroup);
     const int64_t begin = parameters_[i].own_elements().begin;
     const auto add = [&](std::string name, const TensorView& view, int64_t first, int64_t count) {
       if (view.empty()) return;

@@ -212,6 +212,7 @@ class Optimizer {
   DType compute_;
   bool is_alone_;
   bool shares_states_ = false, shards_gradients_ = false;  // any of them
+  bool is_first_of_experts_ = true;                        // of the ranks that divide the experts
   std::vector<ParameterInfo> parameters_;
   int64_t part_elements_, num_sums_;
   std::vector<std::vector<StateKind>> kinds_;

@@ -150,6 +150,58 @@ class Moe(RunFolder):
         self.run_ok(moved, ranks=2)
         self.assertAlmostEqual(self.losses(moved)[-1], self.losses(straight)[-1], places=3)
 
+    def test_divided_experts_go_on_after_a_kill_with_the_same_bits_and_on_other_ranks(self):
+        split = {"distributed": {"expert_parallel": 2}, "training": {"micro_batch_size": 1}}
+        straight, killed = (self.config(name, "fp32", split=(2, 1, 0), **split) for name in ("straight", "killed"))
+        one = self.config("one", "fp32", training={"micro_batch_size": 1})
+        for config in (straight, killed, one):
+            config["checkpoint"]["interval"] = 2
+        self.run_ok(straight, ranks=2)
+        self.run_ok(one)
+        path = self.write_config(killed, "killed.json")
+        result = starters.run(2, [PROGRAM, "--threads", "1", "train", path], starter="ranks", variables=killed_in_save(4))
+        self.assertNotEqual(result.returncode, 0)
+        self.run_ok(killed, ranks=2)
+        self.assertEqual(self.losses(killed), self.losses(straight))
+        self.assertEqual(self.bits(killed), self.bits(straight))
+        # Two ranks, then one, then four.
+        for step, ranks, stage, experts in ((2, 1, 0, 1), (4, 4, 2, 4)):
+            moved = self.config(f"moved-{ranks}", "fp32", split=(ranks, stage, 0), training={"micro_batch_size": 1},
+                                distributed={"expert_parallel": experts})
+            source = straight if ranks == 1 else self.config("moved-1")
+            os.makedirs(moved["checkpoint"]["folder"])
+            name = f"step_{step:08}"
+            shutil.copytree(os.path.join(source["checkpoint"]["folder"], name), os.path.join(moved["checkpoint"]["folder"], name))
+            moved["checkpoint"]["interval"] = 2
+            self.run_ok(moved, ranks=ranks)
+        for name in ("moved-1", "moved-4"):
+            self.assertAlmostEqual(self.losses(self.config(name))[-1], self.losses(one)[-1], places=4)
+
+    def test_held_out_losses_of_divided_experts_count_each_sequence_once(self):
+        """Of 6 sequences one rank has four and the other two."""
+        evaluated = []
+        for name, ranks in (("one", 1), ("two", 2)):
+            config = self.config(name, "fp32", split=(ranks, ranks - 1, 0), distributed={"expert_parallel": ranks},
+                                 training={"micro_batch_size": 4, "eval_interval": 3, "balance_loss": 0},
+                                 data={"eval": [self.path("held_out.npy")]})
+            self.run_ok(config, ranks=ranks)
+            evaluated.append(metrics(config["checkpoint"]["folder"], "eval"))
+        for one, two in zip(*evaluated, strict=True):
+            self.assertAlmostEqual(one["loss"], two["loss"], places=5)
+
+    def test_divided_experts_are_watched_without_changing_a_bit(self):
+        for stage in (0, 2):
+            split = {"split": (4, stage, 0), "moe": DEEPSEEK, "training": {"micro_batch_size": 1}}
+            plain = self.config(f"plain-{stage}", **split, distributed={"expert_parallel": 2})
+            watched = self.config(f"watched-{stage}", **split, distributed={"expert_parallel": 2}, telemetry={"interval": 1},
+                                  reliability={"replay_interval": 1, "state_interval": 1})
+            for config in (plain, watched):
+                self.run_ok(config, ranks=4)
+            self.assertEqual(self.losses(watched), self.losses(plain))
+            self.assertEqual(self.bits(watched), self.bits(plain))
+            for record in metrics(watched["checkpoint"]["folder"], "train"):
+                self.assertTrue(1 <= record["rank_load"] <= 2, record)
+
     def test_muon_takes_each_expert_and_lora_leaves_them(self):
         muon = self.config("muon", optimizer={"kind": "muon"})
         log = self.run_ok(muon).stderr
@@ -179,9 +231,10 @@ class Moe(RunFolder):
 
     def test_loads_are_exact_on_any_split(self):
         keys, loads = ("expert_load", "idle_experts", "expert_entropy"), []
-        for number, (size, ranks) in enumerate(((1, 1), (2, 1), (8, 1), (1, 2), (2, 4))):
+        for number, (size, ranks, experts) in enumerate(((1, 1, 1), (2, 1, 1), (8, 1, 1), (1, 2, 1), (2, 4, 1), (1, 2, 2), (2, 4, 2))):
             config = self.config(f"load-{number}", "fp32", DEEPSEEK, split=(ranks, 1 if ranks > 1 else 0, 0),
-                                 training={"micro_batch_size": size, "balance_loss": 0, "steps": 2})
+                                 training={"micro_batch_size": size, "balance_loss": 0, "steps": 2},
+                                 distributed={"expert_parallel": experts})
             self.run_ok(config, ranks=ranks)
             records = metrics(config["checkpoint"]["folder"], "train")
             loads.append([[record[key] for key in keys] for record in records])

@@ -85,13 +85,15 @@ TEST_CASE("an unknown key names the nearest one", "[engine][config]") {
       {R"({"lr": 1})", "lr: unknown key; did you mean optimizer.lr?"},
       {R"({"distributed": {"seed": 1}})", "distributed.seed: unknown key; did you mean data.seed?"},
       {R"({"distributed": {"name": 1}})",
-       "distributed.name: unknown key; the keys are: zero_stage shard_size context_parallel"},
+       "distributed.name: unknown key; the keys are: zero_stage shard_size context_parallel "
+       "expert_parallel"},
       {R"({"training": {"lr": 1}})", "training.lr: unknown key; did you mean optimizer.lr?"},
       {R"({"zqxw": 1})",
        "zqxw: unknown key; the keys are: model precision optimizer data training finetune checkpoint telemetry "
        "evaluation distributed reliability device"},
       {R"({"distributed": {"": 1}})",
-       "distributed.: unknown key; the keys are: zero_stage shard_size context_parallel"},
+       "distributed.: unknown key; the keys are: zero_stage shard_size context_parallel "
+       "expert_parallel"},
       {R"({"optimizer.lr": 1})",
        R"("optimizer.lr": a key has no dots; write sections as objects, {"optimizer": {"lr": ...}})"},
       {R"({"model": {"d_modle": 1, "zz": 2}, "x\ny": 1})",

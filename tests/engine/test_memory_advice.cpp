@@ -175,6 +175,23 @@ TEST_CASE("a plan counts what NCCL takes for groups of GPUs", "[engine][memory a
   CHECK(of_groups("4", "2", 8) == 3 * kNcclGroupBytes);
 }
 
+TEST_CASE("a plan divides experts before it divides weights", "[engine][memory advice][moe]") {
+  const auto with = [](const std::vector<std::string>& overrides) {
+    return override_config(shipped_config("qwen3-30b-a3b-2gpu"), overrides, "test");
+  };
+  const Config mixture = with({}), split = with({"distributed.zero_stage=2"}),
+               alone = with({"distributed.expert_parallel=1"});
+  CHECK(group_bytes(mixture, 2) == 0);
+  CHECK(group_bytes(split, 4) == 2 * kNcclGroupBytes);  // ranks that divide experts, and those with the same
+  const std::vector<MemoryChange> changes = memory_changes(alone, 4);
+  const auto place_of = [&](const char* override) {
+    return std::ranges::find(changes, override, &MemoryChange::override) - changes.begin();
+  };
+  CHECK(place_of("distributed.expert_parallel=2") < place_of("distributed.zero_stage=2"));
+  CHECK(place_of("distributed.expert_parallel=4") < place_of("distributed.zero_stage=2"));
+  CHECK(planned_bytes(mixture, 2) < planned_bytes(alone, 2));
+}
+
 TEST_CASE("a plan names the fewest GPUs that a run fits on", "[engine][memory advice][slow]") {
   constexpr int64_t kGpu = 40'000'000'000;
   const auto of_gpu = [](int64_t bytes) {

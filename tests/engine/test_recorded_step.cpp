@@ -354,6 +354,30 @@ TEST_CASE("ranks that share sequences are recorded as they queue their exchanges
   }
 }
 
+TEST_CASE("ranks that divide experts are recorded as they queue their exchanges", "[engine][recorded step][moe]") {
+  for (const char* recipe : {"fp32", "parka"}) {
+    for (const auto& [ranks, stage, places, releases] : {std::tuple<int, int64_t, int64_t, bool>{1, 0, 1, false},
+                                                         {2, 0, 2, false},
+                                                         {2, 3, 2, false},
+                                                         {4, 1, 2, false},
+                                                         {4, 2, 4, false},
+                                                         {4, 1, 2, true}}) {
+      CAPTURE(recipe, ranks, stage, places, releases);
+      const TemporaryFolder folder;
+      Config config = step_config(folder.path().string(), recipe, stage, true, releases ? 1 : 3, ranks);
+      config.model.moe = {.num_experts = 8, .experts_per_token = 3};
+      if (stage < 3) config.model.moe.shared_width = 32;
+      config.training.balance_loss = 0.01;
+      config.distributed.expert_parallel = places;
+      config.optimizer.release_gradients = releases;
+      validate(config);
+      check_recording(config, ranks);
+      const DeclaredRun declared(config, DeviceKind::kCuda, zero_of(config, 0, ranks));
+      CHECK(declared.plan[declared.workspace].bytes >= most_workspace(record_step(config, ranks)));
+    }
+  }
+}
+
 TEST_CASE("images are recorded as ranks queue them", "[engine][recorded step][vision]") {
   for (const auto& [recipe, tower] : {std::pair{"bf16", Storage::kCompute},
                                       {"parka", Storage::kCompute},

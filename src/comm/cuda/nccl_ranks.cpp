@@ -3,6 +3,7 @@
 #include <cstring>
 #include <exception>
 #include <optional>
+#include <ranges>
 #include <tuple>
 #include <utility>
 
@@ -98,6 +99,8 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
 
  private:
   static constexpr size_t kRemembered = 256;
+  static constexpr Peers kGroups[] = {Peers::kShard, Peers::kReplicate, Peers::kContext, Peers::kExpert,
+                                      Peers::kExpertShard};
 
   void connect();
   void divided() override;
@@ -192,8 +195,9 @@ void NcclCommunicator::connect() {
 void NcclCommunicator::divided() {
   watchdog_.probe(nullptr);  // its thread uses the communicators
   const ncclComm_t all = group(Peers::kAll).comm;
-  for (const Peers peers : {Peers::kShard, Peers::kReplicate, Peers::kContext}) {
+  for (const Peers peers : kGroups) {
     if (size_of(peers) == 1 || size_of(peers) == size()) continue;
+    if (peers == Peers::kExpertShard && size_of(Peers::kExpert) == 1) continue;  // all have the same experts
     ncclConfig_t config = communicator_config();
     // The lowest rank among the peers numbers them.
     check_nccl(ncclCommSplit(all, rank_at(peers, 0), place_in(peers), &group(peers).comm, &config), "groups");
@@ -207,8 +211,8 @@ NcclCommunicator::~NcclCommunicator() {
   watchdog_.probe(nullptr);
   const bool failed = std::uncaught_exceptions() > 0;
   if (!failed) synchronize();
-  for (const Peers peers : {Peers::kContext, Peers::kShard, Peers::kReplicate, Peers::kAll}) {
-    const ncclComm_t comm = group(peers).comm;
+  for (PeerGroup& group : std::views::reverse(groups_)) {  // that of all ranks last
+    const ncclComm_t comm = group.comm;
     if (comm == nullptr) continue;
     if (failed) {
       ncclCommAbort(comm);
@@ -286,7 +290,8 @@ bool NcclCommunicator::are_on_one_host(Peers peers) const {
 void NcclCommunicator::open_windows() {
   if (memory_ == nullptr) return;
   std::byte* signals = static_cast<std::byte*>(memory_) + memory_bytes_;
-  for (const Peers peers : {Peers::kAll, Peers::kShard, Peers::kReplicate, Peers::kContext}) {
+  for (int i = 0; i < kNumPeers; ++i) {
+    const auto peers = static_cast<Peers>(i);
     PeerGroup& group = this->group(peers);
     signals -= cuda::PeerWindow::kSignalBytes;
     if (group.comm == nullptr || group.window || !are_on_one_host(peers)) continue;

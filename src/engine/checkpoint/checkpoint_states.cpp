@@ -123,7 +123,7 @@ void convert_state(const LoadedCheckpoint& checkpoint, Device& cpu, Device& devi
   static_assert(kPiece % kMomentGroup == 0);
   const ElementRange own = parameter.own_elements();
   PARKA_REQUIRE(own.begin % kMomentGroup == 0);
-  const SavedMoment saved(checkpoint, name_of(parameter, kind), parameter.numel());
+  const SavedMoment saved(checkpoint, name_of(parameter, kind), parameter.whole_numel());
   for (int64_t begin = own.begin; begin < own.end; begin += kPiece) {
     const ElementRange piece = {begin, std::min(begin + kPiece, own.end)};
     store(cpu, device, saved.read(cpu, piece), kind.is_second, moment, begin - own.begin);

@@ -64,16 +64,17 @@ CheckpointWeights::CheckpointWeights(const LoadedCheckpoint& checkpoint,
 void CheckpointWeights::check(const ParameterInfo& p) const {
   const SafetensorsEntry* weight = checkpoint_.find(p.name);
   if (weight == nullptr) throw_bad_input("{}: lacks the weight {}", checkpoint_.path(), p.name);
-  if (!is_plain_float(weight->dtype) || weight->shape != std::vector<int64_t>{p.rows, p.cols}) {
+  if (!is_plain_float(weight->dtype) || weight->shape != std::vector<int64_t>{p.whole_rows(), p.cols}) {
     throw_bad_input("{}: {} is {} [{}], the model wants floats [{}, {}]", checkpoint_.path(), p.name,
-                    name_of(weight->dtype), fmt::join(weight->shape, ", "), p.rows, p.cols);
+                    name_of(weight->dtype), fmt::join(weight->shape, ", "), p.whole_rows(), p.cols);
   }
   const SafetensorsEntry* master = checkpoint_.find(p.name + ".master");
   if (master == nullptr) return;
   const bool is_split = is_remainder(master->dtype) && weight->dtype == DType::kBF16;
-  if ((!is_split && master->dtype != DType::kF32) || master->shape != std::vector<int64_t>{p.numel()}) {
+  if ((!is_split && master->dtype != DType::kF32) || master->shape != std::vector<int64_t>{p.whole_numel()}) {
     throw_bad_input("{}: {} is {} [{}], which no master form of {} [{}] is", checkpoint_.path(), master->name,
-                    name_of(master->dtype), fmt::join(master->shape, ", "), name_of(weight->dtype), p.numel());
+                    name_of(master->dtype), fmt::join(master->shape, ", "), name_of(weight->dtype),
+                    p.whole_numel());
   }
 }
 

@@ -297,6 +297,7 @@ struct DistributedConfig {
   int64_t zero_stage = 0;
   int64_t shard_size = 0;
   int64_t context_parallel = 1;
+  int64_t expert_parallel = 1;
 
   bool operator==(const DistributedConfig&) const = default;
 
@@ -316,6 +317,11 @@ struct DistributedConfig {
         "attention a part of the heads. Divides the number of ranks, data.sequence_length and the numbers of heads, "
         "see docs/distributed.md",
         IntegerRange{1, 1024}, kRunTime);
+    visit(
+        "expert_parallel", expert_parallel,
+        "Number of consecutive ranks that divide the experts of a mixture, each with whole ones, to which they send "
+        "their tokens. Divides the number of ranks, shard_size and model.moe.num_experts, see docs/moe.md",
+        IntegerRange{1, 512}, kRunTime);
   }
 };
 

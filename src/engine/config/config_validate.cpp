@@ -120,9 +120,14 @@ void check_moe(const Config& c) {
            {t.balance_loss != 0, "training.balance_loss", "needs experts; set model.moe.num_experts, or 0 here"},
            {t.router_z_loss != 0, "training.router_z_loss", "needs experts; set model.moe.num_experts, or 0 here"},
            {t.router_bias_rate != 0, "training.router_bias_rate",
-            "needs experts; set model.moe.num_experts, or 0 here"}});
+            "needs experts; set model.moe.num_experts, or 0 here"},
+           {c.distributed.expert_parallel != 1, "distributed.expert_parallel",
+            "needs experts; set model.moe.num_experts, or 1 here"}});
     return;
   }
+  const bool is_divided = c.distributed.expert_parallel > 1;
+  require_multiple("model.moe.num_experts", m.num_experts, "distributed.expert_parallel",
+                   c.distributed.expert_parallel);
   require_multiple("model.moe.num_experts", m.num_experts, "model.moe.groups", m.groups);
   const int64_t per_group = m.num_experts / m.groups;
   const FinetuneConfig& f = c.finetune;
@@ -152,6 +157,12 @@ void check_moe(const Config& c) {
           "does not go with model.moe.dense_layers or correction_bias yet; use 2 or less"},
          {c.precision.offload_weights, "precision.offload_weights", "does not go with model.moe yet; use false"},
          {f.method == FinetuneMethod::kQst, "finetune.method", "does not go with model.moe yet; use full or lora"},
+         {is_divided && lora, "finetune.method", "does not go with distributed.expert_parallel yet; use full"},
+         {is_divided && !c.evaluation.tasks.empty(), "evaluation.tasks",
+          "does not go with distributed.expert_parallel; evaluate tasks with `parka eval`, which has all experts"},
+         {is_divided &&
+              m.num_experts / c.distributed.expert_parallel * c.model.d_model * c.model.d_ffn % Shard::kGroup != 0,
+          "distributed.expert_parallel", "leaves each rank weights that are no multiple of 128; use fewer ranks"},
          {c.model.vision.exists(), "model.vision.tower", "does not go with model.moe yet; use tower = none"},
          {t.router_bias_rate != 0 && !m.correction_bias, "training.router_bias_rate",
           "moves nothing without model.moe.correction_bias; set that, or 0 here"},

@@ -75,18 +75,22 @@ EvaluationResult evaluate_loss(Device& device, Model& model, const TokenFiles& f
     // All ranks make the same collective calls: one without a micro-batch left repeats its last, uncounted.
     const int64_t own = round * ranks + communicator.rank() / slices, batch = std::min(own, batches - 1);
     const int64_t begin = batch * micro_batch, count = std::min(micro_batch, result.num_sequences - begin);
+    // Ranks that exchange tokens have batches of one size: a short one repeats its last sequence, uncounted.
+    const int64_t size = model.divides_experts() ? micro_batch : count;
     LossBatch rows;
     std::exception_ptr read_failure;
     try {
       std::vector<int64_t> sequences;
       for (int64_t i = 0; i < count; ++i) sequences.push_back((begin + i) * total / result.num_sequences);
-      rows = read_batch(files, sequences, slice, slices, count * images_per_sequence);
+      sequences.resize(static_cast<size_t>(size), sequences.back());
+      rows = read_batch(files, sequences, slice, slices, size * images_per_sequence);
+      std::fill(rows.targets.begin() + count * (S / slices), rows.targets.end(), kIgnoreTarget);
     } catch (...) {
       read_failure = std::current_exception();
     }
     if (before_each) before_each(read_failure);
     if (read_failure) std::rethrow_exception(read_failure);
-    BatchShape shape{count, S / slices, separate, images_per_sequence};
+    BatchShape shape{size, S / slices, separate, images_per_sequence};
     shape.context_size = slices;
     model.evaluate(device, {rows.tokens.data(),
                             rows.targets.data(),

@@ -230,6 +230,13 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
   if (copies != WeightCopies::kNone) {
     add(std::string(kNoCopies), kSameBits, cost_of_copies(kNoCopies, "weights"));
   }
+  // Ahead of stages: tokens are fewer bytes than experts (docs/moe.md).
+  const MoeConfig& moe = config.model.moe;
+  for (int64_t ranks = 2 * config.distributed.expert_parallel;
+       moe.exists() && num_gpus % ranks == 0 && moe.num_experts % ranks == 0; ranks *= 2) {
+    add(fmt::format("distributed.expert_parallel={}", ranks), kOtherSums,
+        fmt::format("communication between GPUs, {} of which divide the experts", ranks));
+  }
   for (int64_t stage = config.distributed.zero_stage + 1; num_gpus > 1 && stage <= 3; ++stage) {
     add(fmt::format("{}={}", kZeroStageKey, stage), changes_sums(config, num_gpus) ? kOtherSums : kSameBits,
         "communication between GPUs");
@@ -287,8 +294,10 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
 }
 
 int64_t group_bytes(const Config& config, int64_t num_gpus) {
-  const int64_t shards = zero_of(config, 0, num_gpus).shard.size;
-  const std::array<int64_t, 3> sizes = {shards, num_gpus / shards, config.distributed.context_parallel};
+  const Zero zero = zero_of(config, 0, num_gpus);
+  const int64_t places = zero.expert_places, shards = std::max(zero.shard.size, places);  // as BoundRun divides
+  const std::array<int64_t, 5> sizes = {shards, num_gpus / shards, config.distributed.context_parallel, places,
+                                        places > 1 ? shards / places : 1};
   return kNcclGroupBytes * std::ranges::count_if(sizes, [&](int64_t size) { return size > 1 && size < num_gpus; });
 }
 
@@ -303,7 +312,7 @@ GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
   GpuPlan result;
   result.host_bytes = run.model.host_bytes(run.plan);
   result.host_lines = run.plan.host_summary();
-  result.staging_bytes = staging_bytes(config, run, num_gpus / zero.shard.size);
+  result.staging_bytes = staging_bytes(config, run, num_gpus);
   for (const MemoryPlan::CategoryTotal& total : run.plan.summary()) {
     result.lines.push_back({total.category, unsharded[total.category], total.bytes});
     result.total_bytes += total.bytes;

@@ -462,8 +462,11 @@ StepPrediction predict_step_by(const StepMeasurement& one, const Config& config,
   const WorkSeconds work = measured_work(one);
   require_same_speed(one, config, SpeedOf::kOneGpu);
   const auto gpus = static_cast<int>(num_gpus), shard_size = static_cast<int>(config.distributed.shard_size);
-  const Mesh mesh(0, gpus, shard_size == 0 ? gpus : shard_size,
-                  static_cast<int>(config.distributed.context_parallel));
+  const auto expert_size = static_cast<int>(config.distributed.expert_parallel);
+  const int all =
+      config.distributed.zero_stage == 0 && expert_size > 1 ? expert_size : gpus;  // as BoundRun divides
+  const Mesh mesh(0, gpus, shard_size == 0 ? all : shard_size,
+                  static_cast<int>(config.distributed.context_parallel), expert_size);
   return predict_step(record_step(config, num_gpus, one.one_kernel()), work, links, mesh);
 }
 

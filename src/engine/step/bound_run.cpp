@@ -18,9 +18,9 @@ void queue_update(Device& device, Optimizer& optimizer, ParameterExchange* excha
   if (!group.owned.empty()) {
     optimizer.queue_directions(device, update, group);
     const auto [pieces, whole] = optimizer.directions(group);
-    if (exchange != nullptr) exchange->exchange_pieces(device, pieces, whole);
+    if (exchange != nullptr) exchange->exchange_pieces(device, pieces, whole, group.peers);
     optimizer.orthogonalize(device, group);
-    if (exchange != nullptr) exchange->exchange_pieces(device, whole, pieces);
+    if (exchange != nullptr) exchange->exchange_pieces(device, whole, pieces, group.peers);
   }
   optimizer.queue_update(device, update, group);
 }
@@ -38,12 +38,15 @@ BoundRun::BoundRun(const Config& config, const Zero& zero, DeclaredRun& declared
   declared_.model.bind(device, arena_);
   declared_.optimizer.bind(arena_, declared_.model.weights().own(), declared_.model.weights().amax());
   const int64_t context_size = config_.distributed.context_parallel;
-  if (zero.shards_states() || context_size > 1) {
-    const int size = communicator.size();
-    const int shard_size = zero.shards_states() ? static_cast<int>(zero.shard.size) : size;
-    communicator.divide({communicator.rank(), size, shard_size, static_cast<int>(context_size)});
+  const auto expert_size = static_cast<int>(zero.expert_places);
+  if (zero.shards_states() || context_size > 1 || expert_size > 1) {
+    // Where nothing is divided flat, the ranks that divide the experts are those whose pieces differ.
+    const int size = communicator.size(), alone = expert_size > 1 ? expert_size : size;
+    const int shard_size = zero.shards_states() ? static_cast<int>(zero.shard.size) : alone;
+    communicator.divide({communicator.rank(), size, shard_size, static_cast<int>(context_size), expert_size});
   }
   if (context_size > 1) declared_.model.set_context(&context_.emplace(communicator));
+  if (expert_size > 1) declared_.model.set_experts(&experts_.emplace(communicator));
   if (communicator.size() > 1 || declared_.model.weights().has_host_parts()) {
     exchange_.emplace(communicator, declared_.model, declared_.optimizer, device_);
     declared_.model.set_hooks(&*exchange_);
@@ -78,7 +81,7 @@ Model::LossOptions BoundRun::loss_options(int64_t num_targets) const {
 BoundRun::MicroBatch BoundRun::begin_micro_batch(const ParameterExchange::Place& place, bool with_telemetry) {
   PARKA_REQUIRE(!released_ || (place.is_first && place.is_last));
   if (exchange_) exchange_->begin_micro_batch(place);
-  const bool hooks_queue = released_ || context_ || (exchange_ && !exchange_->is_idle());
+  const bool hooks_queue = released_ || context_ || experts_ || (exchange_ && !exchange_->is_idle());
   // Divided gradients leave their buffers in each micro-batch, and ParameterExchange adds them up.
   const bool overwrites = place.is_first || declared_.optimizer.shards_gradients();
   return {overwrites ? Accumulation::kBegin : Accumulation::kContinue, with_telemetry && place.is_first

@@ -116,6 +116,7 @@ class BoundRun {
   const Arena& arena_;
   Device& device_;
   std::optional<SequenceExchange> context_;    // where ranks share sequences
+  std::optional<TokenExchange> experts_;       // where ranks divide experts
   std::optional<ParameterExchange> exchange_;  // absent in a run of one rank
   std::optional<ReleasedUpdates> released_;    // with optimizer.release_gradients
 };

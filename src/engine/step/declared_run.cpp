@@ -30,6 +30,22 @@ void require_context_groups(const Config& config, int64_t num_ranks) {
       shared_by, num_ranks, num_ranks == 1 ? "" : "s");
 }
 
+void require_expert_groups(const Config& config, int64_t num_ranks, int64_t group) {
+  const int64_t divided_by = config.distributed.expert_parallel;
+  if (num_ranks % divided_by != 0) {
+    throw_bad_input(
+        "distributed.expert_parallel = {} does not divide the {} rank{} of the run; start a multiple of it, or set it "
+        "to 1",
+        divided_by, num_ranks, num_ranks == 1 ? "" : "s");
+  }
+  if (group % divided_by != 0) {
+    throw_bad_input(
+        "distributed.expert_parallel = {} does not divide distributed.shard_size = {}; change one of them, or set "
+        "shard_size to 0",
+        divided_by, group);
+  }
+}
+
 }  // namespace
 
 Zero zero_of(const Config& config, int64_t rank, int64_t size) {
@@ -43,7 +59,9 @@ Zero zero_of(const Config& config, int64_t rank, int64_t size) {
         "node, or to 0",
         group, size);
   }
-  const Zero zero = make_zero(config.distributed.zero_stage, rank % group, group);
+  require_expert_groups(config, size, group);
+  const Zero zero =
+      make_zero(config.distributed.zero_stage, rank % group, group, config.distributed.expert_parallel);
   if (config.finetune.base != BaseFormat::kCompute && zero.shards_weights()) {
     throw_bad_input(
         "finetune.base = {} keeps all codes on every rank, and distributed.zero_stage = 3 divides weights; use "
@@ -82,7 +100,8 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
       checks(config.reliability, model.parameters().all.size(), plan) {
   if (config.telemetry.interval > 0) telemetry.emplace(config, model, optimizer, plan);
   if (workspace_bytes > 0) workspace = plan.add(kWorkspaceCategory, "op_workspace", DType::kU8, {workspace_bytes});
-  if (device == DeviceKind::kCuda && zero.shards_gradients()) {
+  const bool divides_experts = zero.expert_places > 1;
+  if (device == DeviceKind::kCuda && (zero.shards_gradients() || divides_experts)) {
     // For what other ranks have of all gradients of a unit, so that none has to wait for the sum of another.
     std::vector<int64_t> of_units(static_cast<size_t>(model.parameters().num_units()));
     for (const ParameterInfo& p : model.parameters().all) {
@@ -90,8 +109,13 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
       of_units[static_cast<size_t>(p.unit)] +=
           p.placement.gradient.padded(p.numel()) - p.placement.gradient.piece(p.numel());
     }
-    const int64_t largest = std::max(*std::max_element(of_units.begin(), of_units.end()),
-                                     ceil_div(gathered_code_bytes(model), size_of(config.optimizer.gradient)));
+    // And for what others' experts have made of this rank's tokens.
+    const int64_t of_tokens = divides_experts ? (zero.expert_places - 1) * model.shape().num_tokens() *
+                                                    config.model.d_model * size_of(config.precision.compute)
+                                              : 0;
+    const int64_t largest =
+        std::max(*std::max_element(of_units.begin(), of_units.end()),
+                 ceil_div(std::max(gathered_code_bytes(model), of_tokens), size_of(config.optimizer.gradient)));
     exchange_buffer = plan.add("gradient buckets", "exchange_buffer", config.optimizer.gradient, {largest});
   }
   // The same condition as in TokenFiles::targets_vary().

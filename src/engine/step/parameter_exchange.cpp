@@ -27,9 +27,9 @@ void ParameterExchange::gather(Device& device, int unit, Pass pass, Changed chan
   for (const ModelWeights::Piece& piece : model_.weights().pieces(unit, pass)) {
     if (changed == Changed::kTrained && !piece.trainable) continue;
     if (piece.is_columns) {
-      communicator_.all_gather_columns(device, piece.own, piece.whole, Peers::kShard);
+      communicator_.all_gather_columns(device, piece.own, piece.whole, piece.peers);
     } else {
-      communicator_.all_gather(device, piece.own, piece.whole, Peers::kShard);
+      communicator_.all_gather(device, piece.own, piece.whole, piece.peers);
     }
   }
 }
@@ -134,16 +134,17 @@ void ParameterExchange::after_backward(Device& device, int unit) {
     const Optimizer::GradientPieces& gradient = optimizer_.gradient_pieces(i);
     uint64_t& reduced = reduced_[gradient_buffer_of(table.all[i])];
     const Placement& placement = table.all[i].placement;
-    if (placement.states.size == 1) {
-      communicator_.all_reduce(device, gradient.whole, Reduction::kSum, Peers::kAll);
+    if (placement.states.size == 1 && !optimizer_.shards_gradients()) {
+      communicator_.all_reduce(device, gradient.whole, Reduction::kSum,
+                               placement.is_by_expert() ? Peers::kReplicate : Peers::kAll);
       reduced = communicator_.last_queued();
       continue;
     }
     // Divided gradients: backward has overwritten the buffer with those of this micro-batch alone, and a rank's
     // piece of their sum joins what it has accumulated.
     const Accumulation accumulation =
-        placement.gradient.size > 1 && !place_.is_first ? Accumulation::kContinue : Accumulation::kBegin;
-    communicator_.reduce_scatter(device, gradient.whole, gradient.own, Peers::kShard, accumulation);
+        optimizer_.shards_gradients() && !place_.is_first ? Accumulation::kContinue : Accumulation::kBegin;
+    communicator_.reduce_scatter(device, gradient.whole, gradient.own, placement.peers(), accumulation);
     reduced = communicator_.last_queued();
     if (place_.is_last && communicator_.size_of(Peers::kReplicate) > 1) {
       communicator_.all_reduce(device, gradient.own, Reduction::kSum, Peers::kReplicate);
@@ -179,9 +180,9 @@ void ParameterExchange::sum(Device& device, const TensorView& x, Peers peers) {
   wait(device, communicator_.last_queued(), "sums of numbers");
 }
 
-void ParameterExchange::exchange_pieces(Device& device, const TensorView& in, const TensorView& out) {
+void ParameterExchange::exchange_pieces(Device& device, const TensorView& in, const TensorView& out, Peers peers) {
   if (in.data == out.data) return;
-  communicator_.all_to_all(device, in, out, Peers::kShard);
+  communicator_.all_to_all(device, in, out, peers);
   wait(device, communicator_.last_queued(), "directions");
 }
 
@@ -232,6 +233,19 @@ void ParameterExchange::weights_changed(Device& device, Changed changed) {
 
 void SequenceExchange::all_to_all(Device& device, const TensorView& in, const TensorView& out) {
   communicator_.all_to_all(device, in, out, Peers::kContext);
+  device.time_wait(kWait, [&] { communicator_.wait(device, communicator_.last_queued()); });
+}
+
+void TokenExchange::all_gather(Device& device, const TensorView& in, const TensorView& out) {
+  communicator_.all_gather(device, in, out, Peers::kExpert);
+}
+
+void TokenExchange::reduce_scatter(Device& device, const TensorView& in, const TensorView& out,
+                                   Accumulation accumulation) {
+  communicator_.reduce_scatter(device, in, out, Peers::kExpert, accumulation);
+}
+
+void TokenExchange::wait(Device& device) {
   device.time_wait(kWait, [&] { communicator_.wait(device, communicator_.last_queued()); });
 }
 

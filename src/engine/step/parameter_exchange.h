@@ -10,6 +10,7 @@
 #include "core/memory/unit_buffers.h"
 #include "core/placement.h"
 #include "model/layers/context_exchange.h"
+#include "model/layers/expert_exchange.h"
 #include "model/model.h"
 #include "optim/optimizer.h"
 
@@ -60,9 +61,9 @@ class ParameterExchange final : public UnitHooks {
   void sum_of_pieces(Device& device, const TensorView& x);
   // Replaces x by its sum over peers.
   void sum(Device& device, const TensorView& x, Peers peers);
-  // Block p of each row of `in` [rows, ranks that divide the states, n] goes to the rank at place p, and block p of
+  // Block p of each row of `in` [rows, peers that divide the states, n] goes to the rank at place p, and block p of
   // `out` comes from it. Nothing is done where they are one tensor.
-  void exchange_pieces(Device& device, const TensorView& in, const TensorView& out);
+  void exchange_pieces(Device& device, const TensorView& in, const TensorView& out, Peers peers);
   // After each rank has changed its own weights, with their maxima in ModelWeights::amax(): brings what it has of
   // the others' up to date, and FP8 copies.
   using Changed = ModelWeights::Changed;
@@ -112,6 +113,22 @@ class SequenceExchange final : public ContextExchange {
   explicit SequenceExchange(Communicator& communicator) : communicator_(communicator) {}
   int64_t place() const override { return communicator_.place_in(Peers::kContext); }
   void all_to_all(Device& device, const TensorView& in, const TensorView& out) override;
+
+ private:
+  Communicator& communicator_;
+};
+
+// The ranks of Peers::kExpert as mixtures see them. The communicator must outlive it.
+class TokenExchange final : public ExpertExchange {
+ public:
+  // The name of the device's waits (Device::time_wait): for the slowest of the ranks, and the way of its tokens.
+  static constexpr const char* kWait = "tokens of experts";
+
+  explicit TokenExchange(Communicator& communicator) : communicator_(communicator) {}
+  void all_gather(Device& device, const TensorView& in, const TensorView& out) override;
+  void reduce_scatter(Device& device, const TensorView& in, const TensorView& out,
+                      Accumulation accumulation) override;
+  void wait(Device& device) override;
 
  private:
   Communicator& communicator_;

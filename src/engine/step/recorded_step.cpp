@@ -165,7 +165,8 @@ std::vector<RecordedProduct> record_products(const Config& config, int64_t num_g
 
 int64_t record_workspace_bytes(const Config& config, const Zero& zero) {
   // The smallest run of ranks that hold this: reducing among groups of more of them takes no workspace.
-  const int64_t num_ranks = std::lcm(zero.shard.size, config.distributed.context_parallel);
+  const int64_t num_ranks =
+      std::lcm(std::lcm(zero.shard.size, zero.expert_places), config.distributed.context_parallel);
   RecordingRank rank(config, zero, static_cast<int>(zero.shard.rank), static_cast<int>(num_ranks));
   rank.begin_step();
   rank.micro_batches();

@@ -12,8 +12,17 @@ using Table = IntegrityChecks::Table;
 void TrainingRun::watch_state() {
   const ModelWeights& weights = declared_.model.weights();
   const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
-  // Numbers of ranks that hold the same: 0 for what all hold whole, else one for each place in a group.
-  const auto holders = [&](size_t i) { return 1 + parameters[i].placement.states.rank; };
+  // Numbers of ranks that hold the same: 0 for what all hold whole, else one for each place in a group; below 0 of
+  // experts that ranks divide, first whole, then in pieces.
+  const auto whole_holders = [&](size_t i) {
+    const Placement& placement = parameters[i].placement;
+    return placement.is_by_expert() ? -1 - placement.expert_place : 0;
+  };
+  const auto holders = [&](size_t i) {
+    const Placement& placement = parameters[i].placement;
+    if (!placement.is_by_expert()) return 1 + placement.states.rank;
+    return whole_holders(i) - (1 + placement.states.rank) * placement.expert_places;
+  };
   for (NamedTensor& tensor : tensors()) {
     const int64_t held_by = holders(tensor.parameter);
     watched_.push_back({std::move(tensor), held_by});
@@ -30,7 +39,7 @@ void TrainingRun::watch_state() {
   for (size_t i = 0; i < parameters.size(); ++i) {
     const TensorView& whole = weights.kept(static_cast<int>(i));
     if (whole.empty() || parameters[i].placement.states.size == 1) continue;
-    watched_.push_back({{parameters[i].name + " (gathered)", whole, {}, {}, i}, 0});
+    watched_.push_back({{parameters[i].name + " (gathered)", whole, {}, {}, i}, whole_holders(i)});
   }
 }
 

@@ -131,11 +131,13 @@ void TrainingRun::initialize() {
 void TrainingRun::initialize_alike() {
   const ParameterTable& table = declared_.model.parameters();
   // Frozen ones have no masters to copy, and those in codes no weights.
-  std::map<std::tuple<int64_t, int64_t, bool, bool>, size_t> first_of_shape;
+  std::map<std::tuple<int64_t, int64_t, bool, bool, bool>, size_t> first_of_shape;
   for (size_t i = 0; i < table.all.size(); ++i) {
     const auto& parameter = table.all[i];
     const auto [first, is_new] =
-        first_of_shape.try_emplace({parameter.rows, parameter.cols, parameter.trainable, parameter.is_coded()}, i);
+        first_of_shape.try_emplace({parameter.rows, parameter.cols, parameter.trainable, parameter.is_coded(),
+                                    parameter.placement.is_by_expert()},
+                                   i);
     if (is_new) {
       initialize_one(i);
     } else {
@@ -251,8 +253,8 @@ void TrainingRun::use_base(json base) {
 
 NamedTensor TrainingRun::weight_tensor(size_t i) const {
   const ParameterInfo& p = declared_.model.parameters().all[i];
-  const ElementBox box = ElementBox::flat(p.own_elements(), p.numel());
-  return {p.name, declared_.model.weights().own()[i], {p.rows, p.cols}, box, i};
+  const ElementBox box = ElementBox::flat(p.own_elements(), p.whole_numel());
+  return {p.name, declared_.model.weights().own()[i], {p.whole_rows(), p.cols}, box, i};
 }
 
 std::vector<NamedTensor> TrainingRun::tensors() const {

@@ -31,9 +31,9 @@
 
 namespace parka {
 
-// Host memory that a rank of the run takes to save beside its training: what it writes of a checkpoint, and a few
-// hashes. `num_copies` ranks that hold the same share the writing. 0 where checkpoint.async is off.
-int64_t staging_bytes(const Config& config, const DeclaredRun& run, int64_t num_copies);
+// Host memory that one of `num_ranks` takes to save beside its training: what it writes of a checkpoint, and a few
+// hashes. Ranks that hold the same share the writing. 0 where checkpoint.async is off.
+int64_t staging_bytes(const Config& config, const DeclaredRun& run, int64_t num_ranks);
 
 // The outcome of one optimizer step.
 struct StepReport {

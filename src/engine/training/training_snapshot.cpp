@@ -132,21 +132,25 @@ class DeviceTensor final : public TensorSource {
 
 }  // namespace
 
-int64_t staging_bytes(const Config& config, const DeclaredRun& run, int64_t num_copies) {
+int64_t staging_bytes(const Config& config, const DeclaredRun& run, int64_t num_ranks) {
   if (!config.checkpoint.async) return 0;
-  const auto place_of = [&](int64_t elements, DType dtype) {
-    return StagingBuffer::place_of(Shard{0, num_copies}.own(elements).size() * size_of(dtype));
+  const auto place_of = [&](const ParameterInfo& p, int64_t elements, DType dtype) {
+    const Shard among_copies = {0, num_ranks / p.placement.num_parts()};
+    return StagingBuffer::place_of(among_copies.own(elements).size() * size_of(dtype));
   };
   int64_t bytes = 0;
   const bool has_base = config.finetune.method != FinetuneMethod::kFull && !config.checkpoint.init_from.empty();
-  for (const ParameterInfo& p : run.model.parameters().all) {
+  const ParameterTable& table = run.model.parameters();
+  for (const ParameterInfo& p : table.all) {
     if ((has_base && !p.trainable) || p.is_coded()) continue;
-    bytes += place_of(p.own_elements().size(), config.precision.compute);
+    bytes += place_of(p, p.own_elements().size(), config.precision.compute);
   }
   for (const MemoryPlan::Entry& entry : run.plan.entries()) {
-    if (entry.category == kMasterCategory || entry.category == kStateCategory) {
-      bytes += place_of(entry.bytes / size_of(entry.dtype), entry.dtype);
-    }
+    if (entry.category != kMasterCategory && entry.category != kStateCategory) continue;
+    std::string name = entry.name;  // of a parameter, and of its state
+    while (table.index_of(name) < 0) name.resize(name.rfind('.'));
+    bytes += place_of(table.all[static_cast<size_t>(table.index_of(name))], entry.bytes / size_of(entry.dtype),
+                      entry.dtype);
   }
   return bytes + StagingBuffer::place_of(run.checks.table_bytes());
 }
@@ -187,8 +191,8 @@ std::vector<HostTensor> TrainingRun::saved_pieces(std::vector<TensorView>& parts
     HostTensor host{tensor.name, tensor.view.dtype, tensor.shape, {}, {}, {}};
     const TensorView flat = tensor.view.reshaped({tensor.view.numel()});
     // All ranks that have a tensor save it, a part each.
-    const int64_t pieces_of_states = parameters[tensor.parameter].placement.states.size;
-    const Shard among_copies = {communicator_.rank() / pieces_of_states, communicator_.size() / pieces_of_states};
+    const int64_t parts_of_all = parameters[tensor.parameter].placement.num_parts();
+    const Shard among_copies = {communicator_.rank() / parts_of_all, communicator_.size() / parts_of_all};
     const ElementBox own = among_copies.own(tensor.box, num_elements_of(tensor.shape));
     if (several) host.piece = own;
     parts.push_back(flat.rows(tensor.box.place_of(own.run(0).begin), own.numel()));

@@ -43,29 +43,30 @@ bool are_alike(const ParameterInfo& p) {
 MatrixUpdates::MatrixUpdates(const OptimizerConfig& config, const std::vector<ParameterInfo>& parameters,
                              MemoryPlan& plan, PhaseMask phases)
     : config_(config), parameters_(parameters) {
-  using Shape = std::tuple<int, int64_t, int64_t, std::vector<int64_t>>;
+  using Shape = std::tuple<int, Peers, int64_t, int64_t, std::vector<int64_t>>;
   std::map<Shape, std::vector<size_t>> alike;
   std::vector<Shape> order;
-  int64_t ranks = 1;
+  std::map<Peers, std::vector<double>> costs;  // of each rank
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
     if (!p.trainable || rule_of(config_, p) != UpdateRule::kMuon) continue;
-    ranks = p.placement.states.size;
+    costs[p.placement.peers()].resize(static_cast<size_t>(p.placement.states.size));
     // Gradients that are released are those of one unit at a time.
-    const Shape shape = {config_.release_gradients ? p.unit : 0, p.rows, p.cols, p.fused_rows};
+    const Shape shape = {config_.release_gradients ? p.unit : 0, p.placement.peers(), p.rows, p.cols, p.fused_rows};
     if (!alike.contains(shape)) order.push_back(shape);
     alike[shape].push_back(i);
   }
-  std::vector<double> costs(static_cast<size_t>(ranks));
   // The most expensive ones first, so that what is left over evens the ranks out.
   std::ranges::stable_sort(order, std::greater(),
                            [&](const Shape& s) { return cost_of(parameters_[alike[s][0]]); });
-  for (const Shape& shape : order) add_groups(std::move(alike[shape]), costs);
+  for (const Shape& shape : order) add_groups(std::move(alike[shape]), costs[std::get<Peers>(shape)]);
 
   int64_t elements = 0, squares = 0;
+  bool any_divided = false;
   for (const UpdateGroup& group : groups_) {
     const ParameterInfo& p = first_of(group);
-    const auto rows = static_cast<int64_t>(group.owned.size()) / ranks;
+    const auto rows = static_cast<int64_t>(group.owned.size()) / p.placement.states.size;
+    any_divided |= p.placement.states.size > 1;
     elements = std::max(elements, rows * p.placement.states.padded(p.numel()));
     for (const int64_t m : matrix_rows(p)) {
       const int64_t r = std::min(m, p.cols), most = are_alike(p) ? rows * (p.rows / m) : 1;
@@ -77,7 +78,7 @@ MatrixUpdates::MatrixUpdates(const OptimizerConfig& config, const std::vector<Pa
   };
   if (elements == 0) return;
   pieces_id_ = add("directions", elements);
-  if (ranks > 1) whole_id_ = add("whole_directions", elements);
+  if (any_divided) whole_id_ = add("whole_directions", elements);
   other_id_ = add("next_directions", elements);
   gram_id_ = add("gram", squares);
   polynomial_id_ = add("polynomial", squares);
@@ -92,6 +93,7 @@ void MatrixUpdates::add_groups(std::vector<size_t> alike, std::vector<double>& c
     const size_t end = std::min(alike.size(), first + most_rows * ranks);
     UpdateGroup& group = groups_.emplace_back();
     group.unit = parameters_[alike[first]].unit;
+    group.peers = p.placement.peers();
     for (size_t row = first; row < end; row += ranks) {
       std::vector<size_t> places(ranks);
       std::iota(places.begin(), places.end(), size_t{0});
@@ -114,7 +116,7 @@ const ParameterInfo& MatrixUpdates::first_of(const UpdateGroup& group) const {
 void MatrixUpdates::bind(const Arena& arena) {
   if (!pieces_id_.valid()) return;
   pieces_ = arena[pieces_id_];
-  whole_ = whole_id_.valid() ? arena[whole_id_] : pieces_;
+  if (whole_id_.valid()) whole_ = arena[whole_id_];
   other_ = arena[other_id_];
   gram_ = arena[gram_id_];
   polynomial_ = arena[polynomial_id_];
@@ -127,7 +129,7 @@ MatrixUpdates::Directions MatrixUpdates::directions(const UpdateGroup& group) co
   const auto shaped = [&](const TensorView& buffer) {
     return buffer.rows(0, rows * states.size * piece).reshaped({rows, states.size, piece});
   };
-  return {shaped(pieces_), shaped(whole_)};
+  return {shaped(pieces_), shaped(states.size > 1 ? whole_ : pieces_)};
 }
 
 TensorView MatrixUpdates::direction(const UpdateGroup& group, size_t parameter) const {
@@ -141,18 +143,19 @@ void MatrixUpdates::orthogonalize(Device& device, const UpdateGroup& group) cons
   const Shard& states = p.placement.states;
   const auto ranks = static_cast<size_t>(states.size), place = static_cast<size_t>(states.rank);
   const int64_t numel = p.numel(), padded = states.padded(numel);
+  const TensorView whole = ranks > 1 ? whole_ : pieces_;
   // The last row alone may have none for this rank.
   int64_t rows = static_cast<int64_t>(group.owned.size() / ranks);
   if (group.owned[static_cast<size_t>(rows - 1) * ranks + place] == UpdateGroup::kNone) --rows;
   if (rows > 0 && are_alike(p) && padded == numel) {
     const int64_t m = matrix_rows(p)[0];
-    orthogonalize(device, whole_.rows(0, rows * numel).reshaped({rows * p.rows / m, m, p.cols}));
+    orthogonalize(device, whole.rows(0, rows * numel).reshaped({rows * p.rows / m, m, p.cols}));
     return;
   }
   for (int64_t row = 0; row < rows; ++row) {
     int64_t begin = row * padded;
     for (const int64_t m : matrix_rows(p)) {
-      orthogonalize(device, whole_.rows(begin, m * p.cols).reshaped({1, m, p.cols}));
+      orthogonalize(device, whole.rows(begin, m * p.cols).reshaped({1, m, p.cols}));
       begin += m * p.cols;
     }
   }

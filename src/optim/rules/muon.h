@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "core/memory/memory_plan.h"
+#include "core/mesh.h"
 #include "core/parameter.h"
 #include "kernels/device/arena.h"
 #include "kernels/device/device.h"
@@ -16,6 +17,7 @@ struct UpdateGroup {
   static constexpr size_t kNone = ~size_t{0};
 
   int unit = 0;                         // of the first
+  Peers peers = Peers::kShard;          // that divide the states of each
   std::vector<size_t> parameters = {};  // of which this rank has elements
   // [rows][ranks that divide the states]: the parameter in each row that the rank at a place orthogonalizes; in the
   // last row kNone where there are too few. Empty: nothing is orthogonalized.
