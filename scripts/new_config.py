@@ -123,6 +123,8 @@ def choose(config: dict, options: argparse.Namespace) -> dict:
     config["training"] |= {"steps": steps, "global_batch_size": batch, "micro_batch_size": micro, "log_interval": max(1, steps // 1000)}
     if config["data"]["eval"]:
         config["training"] |= {"eval_interval": often, "eval_sequences": 256}
+        if not config["data"].get("loss_mask"):
+            config["evaluation"] = {"prompts": ["The"]}
     config["checkpoint"]["interval"] = min(often, 1000)
     return plan(config, options)
 
@@ -138,6 +140,7 @@ COMMENTS = {
     "training.global_batch_size": "sequences of a step: 0.292 x FLOP^0.3271 tokens, or less to have a thousand steps",
     "training.micro_batch_size": "sequences at a time: the most that fit, in powers of two",
     "training.eval_interval": "steps from one evaluation on data.eval to the next",
+    "evaluation.prompts": "texts that each evaluation goes on with, to see what the model writes",
     "checkpoint.interval": "steps; the same command goes on from the newest checkpoint",
     "training.balance_loss": "as OLMoE's: 0.01 over all blocks",
 }

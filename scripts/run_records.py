@@ -4,7 +4,7 @@ import json
 import math
 
 # Keys that records of a kind have besides their step.
-KEYS = {"eval": ("loss",), "eval_set": ("set", "loss"), "task": ("task", "metric", "score"), "quantization": ("tensors",),
+KEYS = {"eval": ("loss",), "eval_set": ("set", "loss"), "task": ("task", "metric", "score"), "sample": ("prompt", "text"), "quantization": ("tensors",),
         "moments": ("parameters",), "attention": ("blocks",), "routing": ("blocks",), "warning": ("about", "raised")}
 
 
@@ -56,6 +56,7 @@ OF_KIND = {
     "eval": {"loss": is_number},
     "eval_set": {"set": is_text, "loss": is_number},
     "task": {"task": is_text, "metric": is_text, "score": is_number},
+    "sample": {"prompt": is_text, "text": is_text},
     "quantization": {"tensors": object_of(lambda tensor: BLOCKS(tensor) and "error" in tensor)},
     "moments": {"parameters": object_of(object_of(object_of(BLOCKS)))},
     "attention": {"blocks": BLOCKS},

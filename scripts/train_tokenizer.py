@@ -19,6 +19,7 @@ import contextlib
 import itertools
 import signal
 import sys
+import time
 from pathlib import Path
 from typing import Iterator
 
@@ -28,6 +29,7 @@ from python_packages import command_name, require  # noqa: E402
 require("numpy", "tokenizers")
 from script_exit import run_script  # noqa: E402
 from text_data.common import InputError, Parser, print_made, real_path, require_writable, write_file  # noqa: E402
+from text_data.parts import REPORT_SECONDS, time_left  # noqa: E402
 from text_data.readers import InputFile, Reading, find_files  # noqa: E402
 from text_data.tokenizer import EOS_NAMES  # noqa: E402
 
@@ -64,9 +66,13 @@ def sampled_documents(files: list[Path], reading: Reading, max_bytes: int) -> It
     text = text_bytes(files, reading)
     every = max(1, -(-text // max_bytes))
     passed = taken = number = 0
+    begun = told = time.monotonic()
     for file in files:
         for document in InputFile(file, reading).documents():
             passed += len(document)
+            if (now := time.monotonic()) - told > REPORT_SECONDS:
+                told = now
+                print_line(f"read {100 * min(1, passed / text):.0f} %, {time_left(min(passed, text), text, now - begun)}")
             if every > 1 and len(document) > max_bytes // 16:
                 document = document[: max(0, passed * max_bytes // text - taken)]
             elif number % every != 0:
@@ -75,6 +81,14 @@ def sampled_documents(files: list[Path], reading: Reading, max_bytes: int) -> It
             if document:
                 taken += len(document)
                 yield document.decode("utf-8", "ignore")
+
+
+def telling_end(documents: Iterator[str]) -> Iterator[str]:
+    """What follows says nothing where there is no terminal."""
+    begun = time.monotonic()
+    yield from documents
+    if time.monotonic() - begun > REPORT_SECONDS:
+        print_line("all is read; merging pairs takes a few times as long")
 
 
 def train(options: argparse.Namespace):
@@ -89,14 +103,14 @@ def train(options: argparse.Namespace):
         vocab_size=options.vocab_size - 1,
         min_frequency=2,
         initial_alphabet=sorted(pre_tokenizers.ByteLevel.alphabet()),
-        show_progress=False,
+        show_progress=sys.stderr.isatty(),  # of the library's own
     )
     documents = sampled_documents(files, Reading(options.jsonl_field, split_bytes=options.split_bytes), options.max_bytes)
     first = next(documents, None)
     if first is None:
         raise InputError(f"no text in {', '.join(map(str, options.input))}; check the paths and --include")
     require_writable(options.out)
-    tokenizer.train_from_iterator(itertools.chain([first], documents), trainer)
+    tokenizer.train_from_iterator(itertools.chain([first], telling_end(documents)), trainer)
     tokenizer.add_special_tokens([EOS_NAMES[0]])
     return tokenizer
 

@@ -69,7 +69,7 @@ class State:
 
     def clear(self):
         self.columns = {key: [] for key in (*COLUMNS, "hours")}
-        self.clock, self.starts, self.held_out, self.sets, self.tasks, self.reports = RunClock(), [], [], {}, {}, []
+        self.clock, self.starts, self.held_out, self.sets, self.tasks, self.samples, self.warnings, self.reports = RunClock(), [], [], {}, {}, {}, set(), []
         self.is_new_start = True
 
     def begin(self):
@@ -101,6 +101,10 @@ class State:
             self.sets.setdefault(record["set"], []).append([step, record["loss"]])
         elif kind == "task":
             self.tasks.setdefault(record["task"], []).append([step, record["score"]])
+        elif kind == "warning":
+            (self.warnings.add if record["raised"] else self.warnings.discard)(record["about"])
+        elif kind == "sample":
+            self.samples[record["prompt"]] = [step, record["text"]]
         elif kind == "quantization":
             self.reports.append((step, json.dumps(record)))
 
@@ -122,7 +126,7 @@ class State:
             end = min(count, begin + MOST_ROWS)
             return {"epoch": self.epoch, "from": begin, "count": count, "name": self.name, "total_steps": self.total_steps,
                     "columns": {key: column[begin:end] for key, column in self.columns.items()}, "starts": self.starts,
-                    "held_out": self.held_out, "sets": self.sets, "tasks": self.tasks, "memory": self.memory, "gpus": self.gpus,
+                    "held_out": self.held_out, "sets": self.sets, "tasks": self.tasks, "samples": self.samples, "warnings": sorted(self.warnings), "memory": self.memory, "gpus": self.gpus,
                     "scalars": list(self.columns)[len(COLUMNS) + 1:], "reports": [step for step, _ in self.reports]}
 
     def report(self, epoch, index):

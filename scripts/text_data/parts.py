@@ -38,7 +38,7 @@ VERSION = 10
 BATCH_BYTES = 8 * 2**20
 # Small files are made together into a part up to this size; a larger file is one of its own.
 GROUP_BYTES = 4 * 2**20
-REPORT_SECONDS = 10.0
+REPORT_SECONDS = 5.0
 # Documents that were perhaps made by mistake, where most of the first LOOKED_AT are so. Commands of TeX follow "\\n" with a small letter.
 LOOKED_AT = 1000
 DOUBTFUL_TEXTS = {

@@ -126,7 +126,7 @@ class OtherNames(unittest.TestCase):
     """What users of other programs write."""
 
     def refused(self, *arguments):
-        result = subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
+        result = subprocess.run([os.path.abspath(PROGRAM), *arguments], capture_output=True, text=True, timeout=60, cwd=ROOT)
         self.assertEqual(result.returncode, 2, result.stderr)
         self.assertEqual(len(result.stderr.splitlines()), 1, result.stderr)
         return result.stderr
@@ -141,6 +141,11 @@ class OtherNames(unittest.TestCase):
                                 ("plan", "c.json", "--learning-rate=1e-3"): "--optimizer.lr",
                                 ("bench", "c.json", "--batch-size", "8"): "--training.global_batch_size",
                                 ("eval", "run", "--device", "cpu"): "--device.kind",
+                                ("plan", "c.json"): "config new", ("plan", "150m"): "config new",
+                                ("plan", "configs"): "--data",
+                                ("plan", "configs/quickstart.json", "--training.epochs=3"): "training.steps",
+                                ("plan", "configs/quickstart.json", "--memory-limit", "4090"): "--card",
+                                ("finetune", "x"): "--finetune", ("init",): "config new", ("chat", "run"): "--chat",
                                 ("eval", "run", "--tasks", "hellaswag"): "parka prepare-eval",
                                 ("eval", "run", "--tasks", "mmlu", "arc_easy"): "parka prepare-eval"}.items():
             with self.subTest(arguments):

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <string_view>
+#include <utility>
 
 #include <unistd.h>
 
@@ -152,6 +153,15 @@ constexpr OtherName kOtherNames[] = {
     {"", "--device", "give --device.kind=cpu or --device.kind=cuda"},
 };
 
+// What other programs have as commands.
+constexpr std::pair<std::string_view, std::string_view> kOtherCommands[] = {
+    {"finetune", "`parka import MODEL --finetune lora` writes a config for parka train"},
+    {"chat", "parka generate RUN --chat"},
+    {"sample", "parka generate RUN"},
+    {"init", "parka config new"},
+    {"serve", "`parka export` writes a folder for vLLM or llama.cpp"},
+};
+
 // Empty for what is not in the table.
 std::string_view advice_for(const CLI::App& command, std::string word) {
   word = word.starts_with('-') ? word.substr(0, word.find('=')) : "";
@@ -199,6 +209,9 @@ std::string describe_parse_error(const CLI::App& app, const CLI::ParseError& err
     std::vector<std::string> commands;
     for (const CLI::App* one : app.get_subcommands([](const CLI::App*) { return true; })) {
       commands.push_back(one->get_name());
+    }
+    for (const auto& [word, advice] : kOtherCommands) {
+      if (word == first) return fmt::format("nothing takes {}; {}", fmt::join(unexpected, " "), advice);
     }
     nearest = nearest_name(first, commands);
   }

@@ -79,6 +79,8 @@ const CLI::Validator kLocalPath(
     },
     "");
 const CLI::Validator kPositive = number_that("be a positive number", "POSITIVE", [](double x) { return x > 0; });
+const CLI::Validator kGpuMemory = number_that("be the GB of one GPU; --card takes the name of one", "POSITIVE",
+                                              [](double x) { return x <= 2000; });
 // More would be bytes that are taken for gigabytes.
 const CLI::Validator kMemory =
     number_that("be a positive number of GB", "POSITIVE", [](double x) { return x > 0 && x <= 1e8; });
@@ -117,6 +119,7 @@ constexpr const char* kEvalInterval = "training.eval_interval";
 template <typename... Options>
 void give_configs(const GivenConfigs& given, Options&... options) {
   if (given.paths.empty()) return;
+  config_file(given.paths.front());  // is named first where it is not there
   std::vector<std::string> overrides;
   const auto add = [&](const std::vector<std::string>& more) {
     overrides.insert(overrides.end(), more.begin(), more.end());
@@ -203,7 +206,8 @@ void add_plan(CLI::App& app, GivenConfigs& configs, PlanOptions& options) {
     return add(command, name, value, "", help)->transform(kGigabytes)->check(kMemory);
   };
   CLI::Option* limit = add_memory("--memory-limit", options.memory_limit_gb,
-                                  "Memory of one GPU in GB (1e9 bytes), or with a unit: 80GiB");
+                                  "Memory of one GPU in GB (1e9 bytes), or with a unit: 80GiB")
+                           ->check(kGpuMemory);
   add(command, "--card", options.card, "",
       "Take the memory of this GPU, and tell by measurements that were made on it how long the run will take")
       ->check(CLI::IsMember(card_names()))

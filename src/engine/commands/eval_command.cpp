@@ -36,7 +36,7 @@ void check_tasks(const std::vector<std::string>& tasks) {
     if (task.find_first_of("./*") != std::string::npos || file_exists(task)) continue;
     throw_bad_input(
         "--tasks {}: no such file; a task is a request file, which parka prepare-eval makes of its documents for "
-        "the model's tokenizer (its --help names the tasks that it knows)",
+        "the model's tokenizer (its --help names the tasks that it knows; docs/after_export.md has a harness for others)",
         task);
   }
 }
@@ -164,7 +164,8 @@ int run_eval(const EvalOptions& options) {
   check_tasks(options.tasks);
   const LoadedCheckpoint checkpoint = open_checkpoint(options.checkpoint, options.overrides);
   const Config config = eval_config(checkpoint, options);
-  const EvaluationSuite suite = open_suite(config);
+  EvaluationSuite suite = open_suite(config);
+  suite.prompts.clear();  // `parka generate` goes on with these
   if (suite.empty()) {
     throw_bad_input("{}: its config names nothing to evaluate on; give --data, --sets or --tasks",
                     checkpoint.path());

@@ -278,6 +278,7 @@ struct EvaluationConfig {
   std::vector<std::string> sets;
   std::vector<std::string> tasks;
   int64_t task_documents = 0;
+  std::vector<std::string> prompts;
 
   bool operator==(const EvaluationConfig&) const = default;
 
@@ -290,6 +291,10 @@ struct EvaluationConfig {
     visit("tasks", tasks, "Request files of multiple-choice tasks, made by parka prepare-eval", kNoEffect);
     visit("task_documents", task_documents, "Documents of each task per evaluation, spread evenly over it; 0: all",
           IntegerRange{}, kNoEffect);
+    visit(
+        "prompts", prompts,
+        "Texts that every evaluation goes on with, by 64 tokens of temperature 0.8, in the log, metrics.jsonl and the page",
+        kNoEffect);
   }
 };
 

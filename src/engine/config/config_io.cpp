@@ -82,6 +82,10 @@ std::string unknown_key(const ConfigTable& table, const std::string& path) {
   if (!parent.empty() && !table.has_section(parent)) return unknown_key(table, parent);
 
   const std::string_view key = key_of(path);
+  if (key.find("epoch") != std::string_view::npos) {
+    return fmt::format("{}: unknown key; give training.steps: a run says at its start how many an epoch has",
+                       printable(path));
+  }
   std::string nearest, siblings;
   int smallest = 2 * plausible_distance(key) + 2;
   const auto consider = [&](const std::string& candidate) {
@@ -348,10 +352,17 @@ json without_removed_keys(json config) {
 }
 
 std::string config_file(const std::string& path) {
-  if (!is_folder(path)) return path;
+  if (!is_folder(path)) {
+    if (!file_exists(path)) {
+      throw_bad_input("{}: no such config; `parka config new` writes one, and configs/ has those of known models",
+                      printable(path));
+    }
+    return path;
+  }
   const std::string file = (std::filesystem::path(path) / "config.json").string();
   if (!file_exists(file))
-    throw_bad_input("{}: is a folder without a config.json; name a config file", printable(path));
+    throw_bad_input("{}: is a folder without a config.json; name a config file; token files go with --data",
+                    printable(path));
   return file;
 }
 

@@ -57,7 +57,8 @@ void check(const Config& c, std::initializer_list<Conflict> conflicts) {
 }
 
 bool has_evaluations(const Config& c) {
-  return !c.data.eval.empty() || !c.evaluation.sets.empty() || !c.evaluation.tasks.empty();
+  return !c.data.eval.empty() || !c.evaluation.sets.empty() || !c.evaluation.tasks.empty() ||
+         !c.evaluation.prompts.empty();
 }
 
 void require_multiple(std::string_view what, int64_t value, std::string_view of, int64_t unit,
@@ -400,6 +401,8 @@ void check_finetune(const Config& c) {
            "does not go with distributed.context_parallel; set that to 1, or train without images"},
           {shares && !c.evaluation.tasks.empty(), "evaluation.tasks",
            "does not go with distributed.context_parallel; evaluate tasks with `parka eval`, whose one rank has its sequences alone"},
+          {shares && !c.evaluation.prompts.empty(), "evaluation.prompts",
+           "does not go with distributed.context_parallel; sample with `parka generate`, whose one rank has its sequences alone"},
       });
   for (const std::string& target : f.targets) {
     const FinetuneConfig defaults;  // with all of them
@@ -433,7 +436,7 @@ void check_training(const Config& c) {
           {s.kind != ScheduleKind::kWsd && s.decay_steps != 0, "optimizer.schedule.decay_steps",
            "has no meaning with this optimizer.schedule.kind; set it to 0, or kind = wsd"},
           {t.eval_interval > 0 && !has_evaluations(c), "training.eval_interval",
-           "has nothing to evaluate; list files in data.eval, evaluation.sets or evaluation.tasks, or set it to 0"},
+           "has nothing to evaluate; give data.eval, evaluation.sets, evaluation.tasks or evaluation.prompts, or set it to 0"},
       });
   require_multiple("training.global_batch_size", t.global_batch_size, "training.micro_batch_size",
                    t.micro_batch_size);

@@ -211,6 +211,7 @@ void warn_of_gaps(std::vector<const ReadOnlyFile*> files, const EvaluationSuite&
 
 EvaluationSuite open_suite(const Config& config) {
   EvaluationSuite suite;
+  suite.prompts = config.evaluation.prompts;
   if (!config.data.eval.empty()) suite.held_out.emplace(open_token_files(config.data.eval, config));
   for (const NamedFiles& set : parse_sets(config.evaluation.sets, "evaluation.sets")) {
     suite.sets.push_back({set.name, open_token_files(set.files, config)});

@@ -44,8 +44,9 @@ struct EvaluationSuite {
   std::optional<TokenFiles> held_out;  // data.eval
   std::vector<Set> sets;               // evaluation.sets
   std::vector<EvalTask> tasks;         // evaluation.tasks
+  std::vector<std::string> prompts;    // evaluation.prompts
 
-  bool empty() const { return !held_out && sets.empty() && tasks.empty(); }
+  bool empty() const { return !held_out && sets.empty() && tasks.empty() && prompts.empty(); }
 };
 
 // Throws Error(kBadInput) for files that cannot be used, and for two tasks with the same name.

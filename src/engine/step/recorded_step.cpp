@@ -80,6 +80,7 @@ class RecordingRank {
     bound_.weights_changed();
     bound_.begin_evaluation_batch();
     declared_.model.evaluate(device_, batch());
+    if (!config_.evaluation.prompts.empty()) declared_.model.logits(device_, batch(), 0, 1);
   }
 
  private:

@@ -134,6 +134,7 @@ std::string evaluated(const json& record) {
   const std::string kind = text("kind");
   if (kind == "eval") return "data.eval";
   if (kind == "eval_set") return "set " + text("set");
+  if (kind == "sample") return "sample " + text("prompt");
   return kind == "task" ? "task " + text("task") : "";
 }
 

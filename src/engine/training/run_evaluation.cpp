@@ -1,11 +1,16 @@
 #include "engine/training/run_evaluation.h"
 
+#include <algorithm>
 #include <cmath>
 #include <exception>
+#include <utility>
 
 #include "core/error.h"
 #include "core/heartbeat.h"
 #include "core/log/log.h"
+#include "engine/evaluation/generator.h"
+#include "engine/files/json_text.h"
+#include "engine/text/tokenizer_files.h"
 #include "engine/training/metrics_log.h"
 #include "engine/training/progress.h"
 #include "engine/training/stop_signal.h"
@@ -49,7 +54,57 @@ void report_task(int64_t step, RunRecords& records, const EvalTask& task, const 
                  {"documents", result.documents.size()}});
 }
 
+std::unique_ptr<TextCodec> open_codec(const Config& config) {
+  if (const std::string folder = tokenizer_of_run(config); !folder.empty()) {
+    return std::make_unique<TextTokenizer>(folder, TextTokenizer::Use::kPrompts);
+  }
+  if (ByteCodec::fits(config.model.vocab_size)) return std::make_unique<ByteCodec>(config.model.vocab_size);
+  throw_bad_input("evaluation.prompts: the run has no tokenizer for them; name its folder in data.tokenizer");
+}
+
+void report_sample(int64_t step, RunRecords& records, const std::string& prompt, const std::string& written) {
+  // A model of bytes may write what is no UTF-8.
+  const json text = json::parse(json(written).dump(-1, ' ', false, json::error_handler_t::replace));
+  log_info("step {}: \"{}\" goes on \"{}\"", step, prompt, text.get<std::string>());
+  records.write({{"kind", "sample"}, {"step", step}, {"prompt", prompt}, {"text", text}});
+}
+
 }  // namespace
+
+RunPrompts::RunPrompts(const Config& config, Communicator& communicator) {
+  if (config.evaluation.prompts.empty()) return;
+  json own = json::object();
+  if (communicator.rank() == 0) {
+    codec_ = open_codec(config);
+    own["tokens"] = json::array();
+    for (const std::string& prompt : config.evaluation.prompts) {
+      const std::vector<int32_t> ids = codec_->encode(prompt);
+      if (ids.empty() || std::ranges::max(ids) >= config.model.vocab_size) {
+        throw_bad_input("evaluation.prompts: \"{}\" has {}; give a text of the model's tokenizer",
+                        printable(prompt), ids.empty() ? "no tokens" : "tokens beyond model.vocab_size");
+      }
+      own["tokens"].push_back(ids);
+    }
+    own["stop"] = codec_->stop_tokens();
+  }
+  const json all = json::parse(communicator.gather_text(own.dump()).front());
+  tokens_ = all.at("tokens").get<std::vector<std::vector<int32_t>>>();
+  stop_tokens_ = all.at("stop").get<std::vector<int32_t>>();
+}
+
+std::string RunPrompts::sample(size_t prompt, TrainingRun& run, const BeforeEvaluationBatch& before_each) const {
+  constexpr uint64_t kTokens = 64;
+  std::vector<int32_t> tokens = tokens_[prompt];
+  std::string text;
+  if (codec_) codec_->begin(tokens);
+  for (uint64_t i = 0; i < kTokens; ++i) {
+    const int32_t token = sample_token(run.next_logits(tokens, before_each), {}, prompt, i);
+    if (std::ranges::find(stop_tokens_, token) != stop_tokens_.end()) break;
+    tokens.push_back(token);
+    if (codec_) text += codec_->next(token);
+  }
+  return codec_ ? text + codec_->end() : text;
+}
 
 std::set<std::string> evaluated_by(const EvaluationSuite& suite) {
   std::set<std::string> all;
@@ -57,6 +112,7 @@ std::set<std::string> evaluated_by(const EvaluationSuite& suite) {
   for (const EvaluationSuite::Set& set : suite.sets)
     all.insert(evaluated({{"kind", "eval_set"}, {"set", set.name}}));
   for (const EvalTask& task : suite.tasks) all.insert(evaluated({{"kind", "task"}, {"task", task.name}}));
+  for (const std::string& prompt : suite.prompts) all.insert(evaluated({{"kind", "sample"}, {"prompt", prompt}}));
   return all;
 }
 
@@ -66,7 +122,7 @@ bool evaluation_is_due(const TrainingConfig& training, const EvaluationSuite& su
 }
 
 EvaluationEnd evaluate_run(TrainingRun& run, Communicator& communicator, const EvaluationSuite& suite,
-                           RunRecords& records) {
+                           const RunPrompts& prompts, RunRecords& records) {
   const int64_t step = run.completed_steps();
   const auto before_batch = [&](const std::exception_ptr& read_failure) {
     heartbeat("evaluation", step);
@@ -85,6 +141,8 @@ EvaluationEnd evaluate_run(TrainingRun& run, Communicator& communicator, const E
                   {{"kind", "eval_set"}, {"set", set.name}});
     }
     for (const EvalTask& task : suite.tasks) report_task(step, records, task, run.evaluate(task, before_batch));
+    for (size_t i = 0; i < suite.prompts.size(); ++i)
+      report_sample(step, records, suite.prompts[i], prompts.sample(i, run, before_batch));
   } catch (const EndedEarly& early) {
     return early.end;
   }

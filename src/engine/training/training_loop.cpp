@@ -184,7 +184,7 @@ class TrainingLoop {
   bool evaluate() {
     EvaluationEnd end = EvaluationEnd::kDone;
     try {
-      end = evaluate_run(run_, communicator_, suite_, records_);
+      end = evaluate_run(run_, communicator_, suite_, *prompts_, records_);
     } catch (const Error& e) {
       if (e.code() != ExitCode::kNonFinite) throw;
       // The run ends, but not before what is being saved, and the command that follows, end.
@@ -211,6 +211,7 @@ class TrainingLoop {
       warn_of_repeats(run_.data().token_files(), run_.data().rules().images);
       warn_of_training_files(run_.data(), config_);
     }
+    prompts_.emplace(config_, communicator_);
     launch_.require_same("what is evaluated on", describe_suite(suite_), "give all ranks the same files");
   }
 
@@ -405,6 +406,7 @@ class TrainingLoop {
   const Config& config_;  // the run's, which knows what it began with
   const ModelSpeed speed_;
   EvaluationSuite suite_;
+  std::optional<RunPrompts> prompts_;
   std::optional<Progress> progress_;
   RunRecords records_;
   SavedHook hook_;

@@ -8,6 +8,7 @@
 
 #include <fmt/ranges.h>
 
+#include "core/ignored_target.h"
 #include "core/parallel.h"
 #include "engine/checkpoint/checkpoint_base.h"
 #include "engine/config/config_io.h"
@@ -319,6 +320,19 @@ TaskResult TrainingRun::evaluate(const EvalTask& task, const BeforeEvaluationBat
       device_, declared_.model, task,
       {config_.training.micro_batch_size, config_.data.sequence_length, false, config_.data.images_per_sequence},
       config_.evaluation.task_documents, communicator_, evaluation_batch(before_each));
+}
+
+std::vector<float> TrainingRun::next_logits(const std::vector<int32_t>& tokens,
+                                            const BeforeEvaluationBatch& before_each) {
+  constexpr int64_t kLengthUnit = 16;  // so that a GPU meets few shapes
+  const int64_t longest = config_.data.sequence_length;
+  const int64_t length = std::min(static_cast<int64_t>(tokens.size()), longest);
+  std::vector<int32_t> ids(tokens.end() - length, tokens.end());
+  ids.resize(static_cast<size_t>(std::min(ceil_div(length, kLengthUnit) * kLengthUnit, longest)), ids.back());
+  const std::vector<int32_t> targets(ids.size(), kIgnoreTarget);
+  evaluation_batch(before_each)(nullptr);
+  return declared_.model.logits(device_, {ids.data(), targets.data(), {1, static_cast<int64_t>(ids.size()), false}},
+                                length - 1, 1);
 }
 
 void TrainingRun::describe_update(StepReport& report) const {

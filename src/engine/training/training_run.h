@@ -131,6 +131,8 @@ class TrainingRun {
   // Held-out loss, and scores in a task; every rank does a part of it.
   EvaluationResult evaluate(const TokenFiles& files, const BeforeEvaluationBatch& before_each = {});
   TaskResult evaluate(const EvalTask& task, const BeforeEvaluationBatch& before_each = {});
+  // The logits of the token behind these, by as many of the last as a sequence has; the same on all ranks.
+  std::vector<float> next_logits(const std::vector<int32_t>& tokens, const BeforeEvaluationBatch& before_each = {});
 
   int64_t tokens_per_step() const { return config_.training.global_batch_size * config_.data.sequence_length; }
 
