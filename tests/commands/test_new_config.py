@@ -162,9 +162,9 @@ class Card(Folder):
             figures[figure["name"]] = figure["value"]
         for card, place in (("h200", "1gpu"), ("h100", "1xh100")):
             found = 0
-            for model in ("olmo-1b", "llama2-7b", "llama3-8b"):
+            for model, name in (("olmo-1b",) * 2, ("llama2-7b",) * 2, ("llama3-8b",) * 2, ("olmoe-1b-7b", "olmoe")):
                 for recipe in ("bf16", "fp8_linear", "coat", "parka"):
-                    measured = figures.get(f"step.{model}.{recipe}.{place}.tok_s_gpu")
+                    measured = figures.get(f"step.{name}.{recipe}.{'4x4.' * (name == 'olmoe')}{place}.tok_s_gpu")
                     if measured is None:
                         continue
                     found += 1
@@ -173,7 +173,7 @@ class Card(Folder):
             self.assertGreater(found, 3)
 
     def test_what_was_not_measured_has_no_speed(self):
-        for arguments in (("olmo-1b-bench", "--card", "4090"), ("olmoe-1b-7b", "--card", "h200"), ("olmo-1b-bench", "--card", "h100", "--set", "precision.recipe=coat"),
+        for arguments in (("olmo-1b-bench", "--card", "4090"), ("olmoe-1b-7b", "--card", "h100"), ("olmo-1b-bench", "--card", "h100", "--set", "precision.recipe=coat"),
                           ("llama3-70b-qst", "--card", "h200")):
             card = json.loads(self.parka("plan", ROOT / f"configs/{arguments[0]}.json", *arguments[1:], "--json"))["card"]
             self.assertEqual((card["tokens_per_second_per_gpu"], card["hours"]), (0, 0))

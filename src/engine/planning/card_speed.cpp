@@ -15,12 +15,14 @@ struct Card {
 };
 constexpr Card kCards[] = {{"4090", 24}, {"a100", 80}, {"h100", 80}, {"h200", 141}};
 
-// step.*.1gpu.tok_s_gpu and 1xh100 of docs/results/figures.jsonl, by card and recipe from small to large models.
+// step.*.1gpu.tok_s_gpu, of OLMoE 4x4.1gpu, and 1xh100 of docs/results/figures.jsonl, by card and recipe from small
+// to large models.
 struct CardFigure {
   std::string_view card;
   Recipe recipe;
   std::string_view model;
   double flop_per_token, tokens_per_second;
+  bool is_mixture = false;
 };
 constexpr CardFigure kMeasured[] = {
     {"h100", Recipe::kBf16, "OLMo-1B", 7.46e9, 80460},
@@ -29,6 +31,8 @@ constexpr CardFigure kMeasured[] = {
     {"h100", Recipe::kParka, "Llama-3-8B", 5.147e10, 17226},
     {"h200", Recipe::kBf16, "OLMo-1B", 7.46e9, 82012},
     {"h200", Recipe::kBf16, "Llama-2-7B", 4.125e10, 15104},
+    {"h200", Recipe::kBf16, "OLMoE-1B-7B", 7.879e9, 63132, true},
+    {"h200", Recipe::kParka, "OLMoE-1B-7B", 7.879e9, 87956, true},
     {"h200", Recipe::kFp8Linear, "OLMo-1B", 7.46e9, 113313},
     {"h200", Recipe::kFp8Linear, "Llama-2-7B", 4.125e10, 23820},
     {"h200", Recipe::kCoat, "OLMo-1B", 7.46e9, 112379},
@@ -41,8 +45,7 @@ constexpr CardFigure kMeasured[] = {
 double flop_rate(const CardFigure& one) { return one.flop_per_token * one.tokens_per_second; }
 
 bool is_like_measured(const Config& config) {
-  return config.finetune.method == FinetuneMethod::kFull && !config.model.moe.exists() &&
-         !config.model.vision.exists();
+  return config.finetune.method == FinetuneMethod::kFull && !config.model.vision.exists();
 }
 
 bool takes_longer(const Config& config) {
@@ -63,7 +66,8 @@ double card_memory_gb(const std::string& card) { return std::ranges::find(kCards
 CardSpeed card_speed(const std::string& card, const Config& config, double flop_per_token) {
   std::vector<const CardFigure*> rows;
   for (const CardFigure& one : kMeasured) {
-    if (one.card == card && one.recipe == config.precision.recipe) rows.push_back(&one);
+    const bool is_alike = one.card == card && one.recipe == config.precision.recipe;
+    if (is_alike && one.is_mixture == config.model.moe.exists()) rows.push_back(&one);
   }
   if (rows.empty() || !is_like_measured(config)) {
     const std::string_view what = config.model.moe.exists()      ? "a mixture of experts"
