@@ -46,7 +46,10 @@ ParameterRules Config::parameter_rules() const {
 
 std::string sharing_ranks(const Config& config) {
   const int64_t shared_by = config.distributed.context_parallel;
-  return shared_by == 1 ? "" : fmt::format(", of which {} share each sequence", shared_by);
+  const int64_t divided_by = config.distributed.expert_parallel;
+  std::string text = shared_by == 1 ? "" : fmt::format(", of which {} share each sequence", shared_by);
+  if (divided_by > 1) text += fmt::format(", of which {} divide the experts", divided_by);
+  return text;
 }
 
 std::string divided_by_context(const Config& config) {
