@@ -371,9 +371,9 @@ void Moe::backward(const StepContext& step, const GemmInput& d_out, const InputA
                   this->of_source(step, partial_, source, width_), step.adds_to_gradients() || n > 0);
     const TensorView d_weights = this->of_source(step, d_weights_, source, k);
     const int64_t slots = d_weights.numel();
-    combine_rows(step.device, {.rows = step.tensor(d_row_weights_, rows.count, 1),
-                               .row_of_slot = rows.row_of_slot.reshaped({slots, 1}),
-                               .out = d_weights.reshaped({slots, 1})});
+    gather_tokens(step.device, {.slot_of_row = rows.row_of_slot.reshaped({slots}),
+                                .x = step.tensor(d_row_weights_, rows.count, 1),
+                                .out = d_weights.reshaped({slots, 1})});
   }
   const TensorView d_weights = step.vector(own_d_weights_, step.num_tokens() * moe_.experts_per_token);
   add_up(step, partial_, d_x, shared_.has_value());
