@@ -17,7 +17,7 @@ struct BatchShape {
   bool separate_documents = false;  // attention stays within documents, whose beginnings come with the batch
   int64_t images_per_sequence = 0;  // room for images, which every batch of a model with a tower fills up
   int64_t padding = 0;       // rows after the last sequence that belong to none, for GEMMs that want multiples
-  int64_t context_size = 1;  // ranks that share each sequence (model/layers/context_exchange.h)
+  int64_t context_size = 1;  // ranks that share each sequence (model/layers/peer_exchange.h)
   int64_t whole_length() const { return sequence_length * context_size; }
   int64_t num_images() const { return num_sequences * images_per_sequence; }
   int64_t num_sequence_tokens() const { return num_sequences * sequence_length; }

@@ -103,12 +103,12 @@ void Model::set_hooks(UnitHooks* hooks) {
   if (evaluation_) evaluation_->set_hooks(hooks);
 }
 
-void Model::set_context(ContextExchange* context) {
+void Model::set_context(PeerExchange* context) {
   if (training_) training_->set_context(context);
   if (evaluation_) evaluation_->set_context(context);
 }
 
-void Model::set_experts(ExpertExchange* experts) {
+void Model::set_experts(PeerExchange* experts) {
   if (training_) training_->set_experts(experts);
   if (evaluation_) evaluation_->set_experts(experts);
 }

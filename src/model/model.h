@@ -18,8 +18,7 @@
 namespace parka {
 
 struct StepContext;
-class ContextExchange;
-class ExpertExchange;
+class PeerExchange;
 
 // A decoder-only transformer (OLMo v1 or Llama), which may see images through a tower (vision/image_embedding.h):
 // blocks of attention and SwiGLU, written once against the ops of kernels/ops.h. The PrecisionConfig decides the
@@ -55,9 +54,9 @@ class Model {
   void set_hooks(UnitHooks* hooks);
 
   // The ranks that share each sequence, before the first batch. `context` must live as long as the model runs.
-  void set_context(ContextExchange* context);
+  void set_context(PeerExchange* context);
   // Likewise the ranks that divide the experts, whose batches are of one size.
-  void set_experts(ExpertExchange* experts);
+  void set_experts(PeerExchange* experts);
   bool divides_experts() const { return expert_places() > 1; }
 
   // Tokens and targets of a batch on the host, num_tokens() each. targets[t] is the token that position t should

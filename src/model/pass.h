@@ -29,8 +29,8 @@ class Model::Pass {
   const Head& head() const { return head_; }
   const SampleBuffers& telemetry() const { return telemetry_; }
   void set_hooks(UnitHooks* hooks) { hooks_ = hooks; }
-  void set_context(ContextExchange* context) { context_ = context; }
-  void set_experts(ExpertExchange* experts) { experts_ = experts; }
+  void set_context(PeerExchange* context) { context_ = context; }
+  void set_experts(PeerExchange* experts) { experts_ = experts; }
 
   // Copies the batch to the device. `keep`: forward is to leave what backward needs.
   StepContext load(Device& device, const Batch& batch, bool keep) const;
@@ -82,8 +82,8 @@ class Model::Pass {
   const Arena* arena_ = nullptr;
   const ModelWeights* weights_ = nullptr;
   UnitHooks* hooks_ = nullptr;
-  ContextExchange* context_ = nullptr;
-  ExpertExchange* experts_ = nullptr;
+  PeerExchange* context_ = nullptr;
+  PeerExchange* experts_ = nullptr;
   RotaryTables tables_, side_tables_;
 };
 

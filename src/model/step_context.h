@@ -5,8 +5,7 @@
 #include "kernels/device/device.h"
 #include "model/formats.h"
 #include "model/kv_cache.h"
-#include "model/layers/context_exchange.h"
-#include "model/layers/expert_exchange.h"
+#include "model/layers/peer_exchange.h"
 #include "model/micro_batch.h"
 #include "model/samples.h"
 #include "model/unit_hooks.h"
@@ -28,9 +27,9 @@ struct StepContext {
   Device& device;
   const Arena& arena;
   const ModelWeights& weights;
-  UnitHooks* hooks = nullptr;          // nullptr: nobody is told
-  ContextExchange* context = nullptr;  // with shape.context_size > 1
-  ExpertExchange* experts = nullptr;   // where ranks divide experts
+  UnitHooks* hooks = nullptr;       // nullptr: nobody is told
+  PeerExchange* context = nullptr;  // with shape.context_size > 1
+  PeerExchange* experts = nullptr;  // where ranks divide experts
   Samples samples = {};
 
   BatchShape shape = {};

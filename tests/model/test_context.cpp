@@ -64,7 +64,7 @@ Result run_shared(const ModelConfig& config, const PrecisionConfig& precision, c
   std::vector<std::vector<float>> gradients(static_cast<size_t>(ranks));
   ThreadRanks(ranks).run([&](Communicator& communicator) {
     communicator.divide({communicator.rank(), ranks, 1, ranks});
-    SequenceExchange exchange(communicator);
+    GroupExchange exchange(communicator, Peers::kContext, "exchanged sequences");
     BatchShape shape{kSequences, length, !batch.first_keys.empty()};
     shape.context_size = ranks;
     const auto device = make_cpu_device();

@@ -45,8 +45,12 @@ BoundRun::BoundRun(const Config& config, const Zero& zero, DeclaredRun& declared
     const int shard_size = zero.shards_states() ? static_cast<int>(zero.shard.size) : alone;
     communicator.divide({communicator.rank(), size, shard_size, static_cast<int>(context_size), expert_size});
   }
-  if (context_size > 1) declared_.model.set_context(&context_.emplace(communicator));
-  if (expert_size > 1) declared_.model.set_experts(&experts_.emplace(communicator));
+  if (context_size > 1) {
+    declared_.model.set_context(&context_.emplace(communicator, Peers::kContext, "exchanged sequences"));
+  }
+  if (expert_size > 1) {
+    declared_.model.set_experts(&experts_.emplace(communicator, Peers::kExpert, "tokens of experts"));
+  }
   if (communicator.size() > 1 || declared_.model.weights().has_host_parts()) {
     exchange_.emplace(communicator, declared_.model, declared_.optimizer, device_);
     declared_.model.set_hooks(&*exchange_);

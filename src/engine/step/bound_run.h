@@ -115,8 +115,8 @@ class BoundRun {
   DeclaredRun& declared_;
   const Arena& arena_;
   Device& device_;
-  std::optional<SequenceExchange> context_;    // where ranks share sequences
-  std::optional<TokenExchange> experts_;       // where ranks divide experts
+  std::optional<GroupExchange> context_;       // where ranks share sequences
+  std::optional<GroupExchange> experts_;       // where ranks divide experts
   std::optional<ParameterExchange> exchange_;  // absent in a run of one rank
   std::optional<ReleasedUpdates> released_;    // with optimizer.release_gradients
 };

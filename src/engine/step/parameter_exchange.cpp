@@ -231,22 +231,22 @@ void ParameterExchange::weights_changed(Device& device, Changed changed) {
   std::ranges::fill(gathered_, Gathered{});
 }
 
-void SequenceExchange::all_to_all(Device& device, const TensorView& in, const TensorView& out) {
-  communicator_.all_to_all(device, in, out, Peers::kContext);
-  device.time_wait(kWait, [&] { communicator_.wait(device, communicator_.last_queued()); });
+void GroupExchange::all_to_all(Device& device, const TensorView& in, const TensorView& out) {
+  communicator_.all_to_all(device, in, out, peers_);
+  wait(device);
 }
 
-void TokenExchange::all_gather(Device& device, const TensorView& in, const TensorView& out) {
-  communicator_.all_gather(device, in, out, Peers::kExpert);
+void GroupExchange::all_gather(Device& device, const TensorView& in, const TensorView& out) {
+  communicator_.all_gather(device, in, out, peers_);
 }
 
-void TokenExchange::reduce_scatter(Device& device, const TensorView& in, const TensorView& out,
+void GroupExchange::reduce_scatter(Device& device, const TensorView& in, const TensorView& out,
                                    Accumulation accumulation) {
-  communicator_.reduce_scatter(device, in, out, Peers::kExpert, accumulation);
+  communicator_.reduce_scatter(device, in, out, peers_, accumulation);
 }
 
-void TokenExchange::wait(Device& device) {
-  device.time_wait(kWait, [&] { communicator_.wait(device, communicator_.last_queued()); });
+void GroupExchange::wait(Device& device) {
+  device.time_wait(what_, [&] { communicator_.wait(device, communicator_.last_queued()); });
 }
 
 }  // namespace parka

@@ -9,8 +9,7 @@
 #include "comm/communicator.h"
 #include "core/memory/unit_buffers.h"
 #include "core/placement.h"
-#include "model/layers/context_exchange.h"
-#include "model/layers/expert_exchange.h"
+#include "model/layers/peer_exchange.h"
 #include "model/model.h"
 #include "optim/optimizer.h"
 
@@ -104,27 +103,14 @@ class ParameterExchange final : public UnitHooks {
   std::array<uint64_t, kGradientBuffers> reduced_ = {};  // the last reduction out of each of the gradient buffers
 };
 
-// The ranks of Peers::kContext as the model's attention sees them. The communicator must outlive it.
-class SequenceExchange final : public ContextExchange {
+// Peers as layers see them. The communicator must outlive it.
+class GroupExchange final : public PeerExchange {
  public:
-  // The name of the device's waits (Device::time_wait).
-  static constexpr const char* kWait = "exchanged sequences";
-
-  explicit SequenceExchange(Communicator& communicator) : communicator_(communicator) {}
-  int64_t place() const override { return communicator_.place_in(Peers::kContext); }
+  // `what`: the name of the device's waits (Device::time_wait), for the slowest of the ranks and what it sends.
+  GroupExchange(Communicator& communicator, Peers peers, const char* what)
+      : communicator_(communicator), peers_(peers), what_(what) {}
+  int64_t place() const override { return communicator_.place_in(peers_); }
   void all_to_all(Device& device, const TensorView& in, const TensorView& out) override;
-
- private:
-  Communicator& communicator_;
-};
-
-// The ranks of Peers::kExpert as mixtures see them. The communicator must outlive it.
-class TokenExchange final : public ExpertExchange {
- public:
-  // The name of the device's waits (Device::time_wait): for the slowest of the ranks, and the way of its tokens.
-  static constexpr const char* kWait = "tokens of experts";
-
-  explicit TokenExchange(Communicator& communicator) : communicator_(communicator) {}
   void all_gather(Device& device, const TensorView& in, const TensorView& out) override;
   void reduce_scatter(Device& device, const TensorView& in, const TensorView& out,
                       Accumulation accumulation) override;
@@ -132,6 +118,8 @@ class TokenExchange final : public ExpertExchange {
 
  private:
   Communicator& communicator_;
+  Peers peers_;
+  const char* what_;
 };
 
 }  // namespace parka

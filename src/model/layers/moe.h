@@ -45,7 +45,7 @@ struct RouterLoads {
 // the gradient of a weight is a product of numbers at hand. Forward keeps up and gate of all rows and, by
 // precision.save_product, the input of the down projection: no other tensor of that size. Inner layer.
 //
-// Where P ranks divide the experts (ExpertExchange), each gets the tokens of all and takes those of one rank after
+// Where P ranks divide the experts (PeerExchange), each gets the tokens of all and takes those of one rank after
 // the other, its own first. So buffers are those of one rank, but for what is kept, and codes keep the scale of the
 // rank that has made them. The sums of a rank's experts go back, and are added up in the order of ranks.
 class Moe {
