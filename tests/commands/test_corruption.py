@@ -199,6 +199,30 @@ class Ranks(Corruption):
             self.assertEqual(checkpoints(self.path("run")), [])
             shutil.rmtree(self.path("run"))
 
+    def test_ranks_that_divide_experts_find_a_flip(self):
+        """Every second rank has the same experts, and all have the rest."""
+        def with_experts(checks, stage):
+            config = self.config("fp32", checks, zero_stage=stage, expert_parallel=2)
+            config["model"].update(norm="rmsnorm", moe={"num_experts": 8, "experts_per_token": 2})
+            return config
+
+        for stage in (0, 1):
+            for target in TARGETS:
+                with self.subTest(f"stage {stage}"):
+                    message = self.flip(with_experts(ALWAYS, stage), 4, target, 3, 1)
+                    # Tokens carry what a product has computed to the other rank's experts, whose gradients differ, too.
+                    self.assertRegex(message, r"rank [23] \(" if target == "gemm" else r"rank 3 \(")
+        held = set()
+        for seed in range(4):
+            config = with_experts(dict(NEVER, state_interval=FLIP_STEP + 1), 0)
+            config["checkpoint"].update(interval=100)
+            message = self.message(self.train_ranks(config, 4, f"weight:{FLIP_STEP}:1:{seed}"))
+            tensor = re.search(r": (\S+) differs between ranks that must hold the same: ", message)[1]
+            held.add(".experts." in tensor)
+            self.assertEqual(re.findall(r"rank (\d) \(", message), ["1", "3"] if ".experts." in tensor else ["1"], message)
+            shutil.rmtree(self.path("run"))
+        self.assertIn(True, held)
+
     def test_the_checks_change_no_bit_of_several_ranks(self):
         for recipe, stage in (("fp32", 0), ("parka", 3), ("coat", 1)):
             with self.subTest(f"{recipe}, stage {stage}"):
