@@ -50,7 +50,8 @@ struct ParameterInfo {
   Placement placement = {};
   // false: frozen. Nothing updates it, so it has no gradient, no master and no moments.
   bool trainable = true;
-  double lr_factor = 1;  // its learning rate, relative to that of the run
+  double lr_factor = 1;   // its learning rate, relative to that of the run
+  bool quantized = true;  // false: its products are in the compute format where those of others are FP8
   // Other than kCompute: its codes are all that is stored, whole on every rank.
   BaseFormat base = BaseFormat::kCompute;
   // The rows of each matrix where several are stored one below the other: of q, k and v. Empty: it is one.
@@ -140,6 +141,7 @@ struct ParameterRules {
   LoraRules lora = {};                     // with adapters all other parameters are frozen
   BaseFormat base = BaseFormat::kCompute;  // of linear weights of blocks that are frozen
   SideRules side = {};                     // with a side network all other parameters are frozen
+  std::vector<std::string> unquantized = {};  // patterns of weights of products that no recipe makes FP8
 };
 
 }  // namespace parka

@@ -59,7 +59,7 @@ MatrixId BufferScope::workspace(const std::string& name, const Format& format, i
 
 TensorId BufferScope::growing_workspace(const std::string& name, int64_t bytes, std::vector<int64_t> larger,
                                         PhaseMask phases) {
-  const auto [known, is_new] = declared_.try_emplace(name);
+  const auto [known, is_new] = declared_.try_emplace({name, DType::kU8});
   if (is_new) {
     known->second =
         plan_.add_growing(workspace_category(), name, bytes, std::move(larger), workspace_phases(phases));
@@ -85,12 +85,12 @@ TensorId BufferScope::residual(const std::string& name, int64_t width, bool is_f
 }
 
 GemmInputIds BufferScope::gemm_input(const std::string& name, int64_t width, bool save, PhaseMask forward,
-                                     PhaseMask backward, bool is_read_again, int64_t rows,
+                                     PhaseMask backward, bool is_read_again, bool is_fp8, int64_t rows,
                                      const std::string& kept_suffix) {
   if (rows == 0) rows = tokens();
   save = save && is_read_again;
-  const Format& format = formats_.activation;
-  if (!formats_.fp8_gemm) {
+  const Format& format = formats_.input_of(is_fp8);
+  if (!is_fp8) {
     return {save ? kept(name + kept_suffix, format, rows, width)
                  : workspace(name, format, rows, width, forward | backward),
             {}};
@@ -117,11 +117,12 @@ TensorId BufferScope::kept_scale(const std::string& name) {
 
 TensorId BufferScope::declare(const std::string& category, const std::string& name, DType dtype,
                               std::vector<int64_t> dims, PhaseMask phases) {
-  const auto [known, is_new] = declared_.try_emplace(name);
+  const auto [known, is_new] = declared_.try_emplace({name, dtype});
   if (is_new) {
     known->second = plan_.add(category, name, dtype, std::move(dims), phases);
   } else {
-    PARKA_REQUIRE(plan_[known->second].dtype == dtype && plan_[known->second].shape == dims);
+    PARKA_REQUIRE(plan_[known->second].shape == dims);
+    plan_.add_phases(known->second, phases);
   }
   return known->second;
 }

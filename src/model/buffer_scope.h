@@ -2,6 +2,7 @@
 #include <map>
 #include <string>
 #include <string_view>
+#include <utility>
 #include <vector>
 
 #include "model/activation_offload.h"
@@ -31,7 +32,7 @@ struct SampleNeeds {
 //              inputs; blocks that take turns in a buffer (ActivationOffload) share what any of them
 //              declares. Evaluation keeps nothing: one set serves all blocks, in memory that training uses at other
 //              times.
-// A buffer that is declared again under its name is the same buffer.
+// A buffer that is declared again under its name and with its format is the same buffer, of the phases of both.
 class BufferScope {
  public:
   enum class Purpose {
@@ -84,8 +85,9 @@ class BufferScope {
   // that backward refills. FP8 is kept transposed, as the weight gradient wants it. `forward` and `backward` are
   // the phases in which it is written and read. `is_read_again`: there is a weight gradient. `rows` are those of
   // experts, other than T, and `kept_suffix` tells what is kept of one source of them from that of others.
+  // `is_fp8`: its products are.
   GemmInputIds gemm_input(const std::string& name, int64_t width, bool save, PhaseMask forward, PhaseMask backward,
-                          bool is_read_again, int64_t rows = 0, const std::string& kept_suffix = {});
+                          bool is_read_again, bool is_fp8, int64_t rows = 0, const std::string& kept_suffix = {});
   // The kTensor scale of such an input, to be kept while its codes are workspace: with the scale at hand backward
   // makes the same codes again in one pass. Invalid for other scalings.
   TensorId kept_scale(const std::string& name);
@@ -117,7 +119,7 @@ class BufferScope {
   bool is_forward_only_;  // the block at hand has no backward, in training
   MemoryPlan& plan_;
   SampleNeeds sample_needs_;
-  std::map<std::string, TensorId> declared_;
+  std::map<std::pair<std::string, DType>, TensorId> declared_;
   std::string input_prefix_, kept_prefix_;  // of the block at hand
   size_t first_entry_ = 0;                  // of the block at hand, in the plan
 };

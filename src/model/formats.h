@@ -32,6 +32,9 @@ struct Formats {
 
   explicit Formats(const PrecisionConfig& config);
 
+  // Inputs and output gradients of a linear layer, whose products are FP8 or not.
+  const Format& input_of(bool is_fp8) const { return is_fp8 ? activation : compute; }
+  const Format& gradient_of(bool is_fp8) const { return is_fp8 ? gradient : compute; }
   // True if weights have FP8 codes with one scale for a whole tensor, which can be moved as they are.
   bool has_tensor_scales() const { return fp8_gemm && weight.scaling == Scaling::kTensor; }
 };

@@ -1,5 +1,7 @@
 #pragma once
 #include <cstdint>
+#include <string>
+#include <vector>
 
 #include "core/config_fields.h"
 #include "core/dtype.h"
@@ -213,6 +215,7 @@ struct PrecisionConfig {
   Storage qkv = Storage::kCompute;
   Storage head = Storage::kCompute;
   Storage tower = Storage::kCompute;
+  std::vector<std::string> unquantized;
   bool sampled_amax = false;
   int64_t group_size = 16;
   bool save_norm_output = true;
@@ -263,6 +266,11 @@ struct PrecisionConfig {
         "tower", tower,
         "Blocks of a vision tower (model.vision): compute, or fp8: in the formats of the decoder's blocks, which have "
         "FP8 GEMMs then",
+        kHashed | kStepTime);
+    visit(
+        "unquantized", unquantized,
+        "Weights whose products stay in `compute`, forward and backward, where the recipe has FP8 ones: names as in "
+        "optimizer.frozen, such as \"*.down\", \"blocks.0.*\" or \"head\"",
         kHashed | kStepTime);
     visit("sampled_amax", sampled_amax,
           "Scale SwiGLU's gradient, in e5m2, by 64 times every 16th token's maximum, where that is enough",

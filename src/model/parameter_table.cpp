@@ -115,12 +115,31 @@ void apply_rules(std::vector<ParameterInfo>& parameters, const ParameterRules& r
     throw_bad_input("optimizer.frozen leaves no parameter to train; remove a pattern");
   }
   for (ParameterInfo& p : parameters) {
-    if (p.role == ParameterRole::kLinear && !p.trainable) p.base = rules.base;
+    p.quantized = !is_unquantized(rules.unquantized, p);
+    const bool keeps_weight = rules.base == BaseFormat::kFp8 && !p.quantized;
+    if (p.role == ParameterRole::kLinear && !p.trainable && !keeps_weight) p.base = rules.base;
+  }
+  for (const std::string& pattern : rules.unquantized) {
+    if (std::ranges::any_of(parameters, [&](const auto& p) { return is_unquantized({pattern}, p); })) continue;
+    throw_bad_input(
+        "precision.unquantized: no weight of a product has a name like \"{}\"; names are head, blocks.0.qkv, "
+        "blocks.0.down and so on: correct or remove it",
+        pattern);
   }
   set_lr_factors(parameters, rules);
 }
 
 }  // namespace
+
+bool is_unquantized(const std::vector<std::string>& patterns, const ParameterInfo& parameter) {
+  const bool is_tied = parameter.role == ParameterRole::kTiedEmbedding,
+             is_head = parameter.role == ParameterRole::kHead;
+  const bool is_of_experts =
+      parameter.role == ParameterRole::kExperts || parameter.name.find(".shared.") != std::string::npos;
+  if (is_of_experts || (!parameter.is_of_block() && !is_head && !is_tied)) return false;
+  const std::string& name = is_tied ? "head" : parameter.name;
+  return std::ranges::any_of(patterns, [&](const auto& p) { return fnmatch(p.c_str(), name.c_str(), 0) == 0; });
+}
 
 std::string block_prefix(std::string_view stack, int64_t l) { return fmt::format("{}blocks.{}.", stack, l); }
 
@@ -135,7 +154,8 @@ ParameterTable ParameterTable::placed(const Zero& zero, MemoryPlace linear_weigh
     const auto divided = [&](bool is_divided) {
       return !is_divided ? Shard{} : is_expert ? zero.shard_of_experts() : zero.shard;
     };
-    p.placement = {.memory = p.role == ParameterRole::kLinear ? linear_weights : MemoryPlace::kDevice,
+    const bool may_move = p.role == ParameterRole::kLinear && p.quantized;
+    p.placement = {.memory = may_move ? linear_weights : MemoryPlace::kDevice,
                    .weight = divided(zero.shards_weights() && is_of_block),
                    .gradient = divided(zero.shards_gradients()),
                    .states = divided(zero.shards_states())};

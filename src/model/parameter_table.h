@@ -69,6 +69,10 @@ struct ParameterTable {
   std::unordered_map<std::string, int> by_name_;
 };
 
+// True if the name of a product's weight matches one of the patterns of precision.unquantized. A tied head is
+// "head".
+bool is_unquantized(const std::vector<std::string>& patterns, const ParameterInfo& parameter);
+
 // Layers name their parameters here, in the order in which forward uses them.
 class ParameterList {
  public:

@@ -65,7 +65,7 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
       use_(use),
       coded_(table.all, formats.compute.dtype, coded_buffer_phases(), plan),
       trains_tower_(table.trains_any(kVision)),
-      fp8_head_(formats.fp8_head ? table.head : -1),
+      fp8_head_(formats.fp8_head && table.all[static_cast<size_t>(table.head)].quantized ? table.head : -1),
       gathers_transposed_(gathers_transposed(table, formats, copies.copies, use)),
       gathered_unit_(static_cast<size_t>(table.num_units()), false),
       copy_ids_(table.all.size()),
@@ -183,10 +183,18 @@ void ModelWeights::declare_head_workspace(MemoryPlan& plan) {
 }
 
 void ModelWeights::declare_gather_buffers(const ParameterTable& table, MemoryPlan& plan) {
-  const std::vector<int> block = table.unit(1);  // blocks differ in windows, not in weights
+  const std::vector<int> block = table.unit(1);  // blocks differ in windows and formats, not in weights
+  const auto any_has_copy = [&](size_t place, bool wanted) {
+    for (int64_t l = 0; l < table.num_blocks; ++l) {
+      if (has_copy(static_cast<size_t>(table.unit(table.block_unit(l)).at(place))) == wanted) return true;
+    }
+    return false;
+  };
   for (size_t number = 0; number < buffers_.size(); ++number) {
     for (int index : block) {
       const auto i = static_cast<size_t>(index);
+      const size_t place = buffers_[number].size();
+      const bool some_have_copies = any_has_copy(place, true);
       const ParameterInfo& p = parameters_[i];
       const std::string name = fmt::format("{}.gathered{}", p.name, number);
       const int64_t padded = p.placement.states.padded(p.numel());
@@ -195,13 +203,15 @@ void ModelWeights::declare_gather_buffers(const ParameterTable& table, MemoryPla
         if (is_in_host(i)) {
           buffer.whole = plan.add("gathered weights", name, formats_.compute.dtype, {padded});
         }
-      } else if (has_copy(i) && gathers_codes()) {
-        buffer.whole = plan.add("gathered weights", name, formats_.weight.dtype, {padded});
-        buffer.w.data = buffer.whole;
-        buffer.w.format = formats_.weight;  // the scale is the piece's own
       } else {
-        buffer.whole = plan.add("gathered weights", name, formats_.compute.dtype, {padded});
-        if (has_copy(i)) {
+        const bool gathers_some_codes = some_have_copies && gathers_codes();
+        if (gathers_some_codes) {
+          buffer.codes = plan.add("gathered weights", name + ".codes", formats_.weight.dtype, {padded});
+        }
+        if (!gathers_some_codes || any_has_copy(place, false)) {
+          buffer.whole = plan.add("gathered weights", name, formats_.compute.dtype, {padded});
+        }
+        if (some_have_copies && !gathers_codes()) {
           buffer.w =
               add_matrix(plan, "gathered weights", name + ".fp8", formats_.weight, p.rows, p.cols, kAllPhases);
         }
@@ -287,8 +297,8 @@ void ModelWeights::bind_gathered(const Arena& arena, size_t i, const Gathered& b
   piece_plain_[i] = arena[plain_ids_[i]];
   kept_.emplace_back();
   own_.push_back(flat(piece_plain_[i], p.own_elements().size()));
-  const TensorView whole = arena[buffer.whole];
   const bool is_code = has_copy(i) && gathers_codes();
+  const TensorView whole = arena[is_code ? buffer.codes : buffer.whole];
   Copies copies;
   if (has_copy(i)) {
     copies.w_t = transposed_workspace_id_.view(arena, p.num_stacked * p.cols, p.rows / p.num_stacked);

@@ -165,13 +165,14 @@ class ModelWeights {
   };
   // The memory into which one weight of a block is gathered.
   struct Gathered {
-    TensorId whole;  // what is gathered: codes, or the compute format
-    MatrixId w;      // the FP8 copy: of `whole`, or made from it; invalid for weights that no FP8 GEMM reads
+    TensorId whole;  // in the compute format, of blocks whose weight is gathered in it
+    TensorId codes;  // of blocks whose codes are gathered
+    MatrixId w;      // the FP8 copy that is made from `whole`; invalid for weights that no FP8 GEMM reads
   };
   // True for the head's weight in FP8. Every rank has it whole.
   bool is_fp8_head(size_t i) const { return static_cast<int>(i) == fp8_head_; }
   bool has_copy(size_t i) const {
-    return formats_.fp8_gemm &&
+    return formats_.fp8_gemm && parameters_[i].quantized &&
            (parameters_[i].role == ParameterRole::kLinear || is_stacked(i) || is_fp8_head(i) || is_of_fp8_tower(i));
   }
   // True for the weights of experts, whose FP8 copies have a scale for each expert.

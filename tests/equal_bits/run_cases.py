@@ -106,6 +106,11 @@ def sharded_cases():
     for copies in ("both", "rows", "none"):
         cases.append(sharded("llama", "parka", stage3, f".weight_copies_{copies}", {"precision": {"weight_copies": copies}},
                              same_as="llama.parka.ranks4.zero3"))
+    mixed = {"precision": {"unquantized": ["blocks.0.*", "*.down", "head"]}}
+    cases.append(sharded("llama", "parka", (4, 2, 0), ".unquantized", mixed))
+    for name, keys in (("", {}), (".weight_copies_both", {"weight_copies": "both"}), (".recompute", {"recompute": "block"})):
+        cases.append(sharded("llama", "parka", stage3, f".unquantized{name}", merged(mixed, {"precision": keys}),
+                             same_as="llama.parka.ranks4.zero2.unquantized"))
     saving = {"precision": {"recompute": "block", "offload_blocks": 1}}
     cases.append(sharded("llama", "parka", stage3, ".recompute.offload", saving, same_as="llama.parka.ranks4.zero3"))
     cases.append(sharded("llama", "parka", (4, 2, 2), ".telemetry", {"telemetry": {"interval": 3}}))
@@ -144,6 +149,8 @@ def option_cases():
     ]
     cases = [of(f".{name}", family, "parka", changes, same_as=f"{family}.parka")
              for family in FAMILIES for name, changes in same]
+    cases += [of(".unquantized", family, "fp8_linear", {"precision": {"unquantized": ["*"]}}, same_as=f"{family}.bf16")
+              for family in FAMILIES]
     cases += [of(".threads2", family, "parka", threads=2, same_as=f"{family}.parka") for family in FAMILIES]
     other = [
         ("telemetry", {"telemetry": {"interval": 3}}),

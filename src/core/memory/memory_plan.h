@@ -47,6 +47,9 @@ class MemoryPlan {
   TensorId add_growing(std::string category, std::string name, int64_t bytes, std::vector<int64_t> larger,
                        PhaseMask phases);
 
+  // A tensor is needed in these phases, too.
+  void add_phases(TensorId id, PhaseMask phases) { entries_.at(static_cast<size_t>(id.index)).phases |= phases; }
+
   // Assigns offsets: first the tensors of all phases, one after another, then the transient ones, packed closely so
   // that no two with a common phase overlap. Tensors in host memory lie one after another there. The same
   // declarations get the same offsets. Nothing may be added afterwards.

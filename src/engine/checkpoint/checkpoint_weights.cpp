@@ -10,7 +10,6 @@
 #include "core/split_float.h"
 #include "engine/files/safetensors.h"
 #include "model/coded_weights.h"
-#include "model/parameter_table.h"
 
 namespace parka {
 namespace {

@@ -9,6 +9,7 @@
 #include "core/placement.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/config/config.h"
+#include "model/parameter_table.h"
 
 namespace parka {
 
@@ -57,7 +58,8 @@ class CheckpointWeights {
   void read_base(const ParameterInfo& parameter, ElementRange range, WeightForm form,
                  const Callback& callback) const;
   bool is_coded(const ParameterInfo& parameter) const {
-    return adapters_.base != BaseFormat::kCompute && parameter.role == ParameterRole::kLinear;
+    if (adapters_.base == BaseFormat::kCompute || parameter.role != ParameterRole::kLinear) return false;
+    return adapters_.base != BaseFormat::kFp8 || !is_unquantized(adapters_.precision.unquantized, parameter);
   }
   // The values of a quantized weight; those of the last one are kept.
   const std::vector<float>& read_coded(const ParameterInfo& parameter) const;

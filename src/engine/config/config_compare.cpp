@@ -95,7 +95,8 @@ std::string config_hash(const Config& config) {
   for (const ConfigField& field : make_config_table(c).fields) {
     if (has(field.effects, kHashed)) hashed[field.path] = get_field(field);
   }
-  // Runs from before this key was there keep their hash.
+  // Runs from before these keys were there keep their hash.
+  if (c.precision.unquantized.empty()) hashed.erase("precision.unquantized");
   if (c.data.document_start < 0) hashed.erase("data.document_start");
   Checksum checksum;
   checksum.update(as_bytes(hashed.dump()));

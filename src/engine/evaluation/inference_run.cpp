@@ -79,7 +79,8 @@ DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cac
             config.training.logits_chunk_tokens, Model::Use::kInference, {}, plan,
             {.lora = config.finetune.lora_rules(),
              .base = config.finetune.base,
-             .side = config.finetune.side_rules()}) {
+             .side = config.finetune.side_rules(),
+             .unquantized = config.precision.unquantized}) {
   if (cache.num_slots > 0) model.declare_cache(cache, plan);
   if (workspace_bytes > 0) workspace = plan.add(kWorkspaceCategory, "op_workspace", DType::kU8, {workspace_bytes});
   plan.finish();

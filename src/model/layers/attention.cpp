@@ -78,7 +78,7 @@ void Attention::declare(BufferScope& scope) {
   attention_ = scope.kept("attention", scope.compute(), {T, d_heads()});
   qkv_layer_.declare(scope, "qkv", scope.forward(kForwardAttention), kBackwardQkv);
   out_layer_.declare(scope, "attention_out", scope.forward(kForwardAttention), kBackwardAttentionOut);
-  if (scope.formats().fp8_gemm) declare_output(scope);
+  if (out_layer_.is_fp8()) declare_output(scope);
   if (scope.has_backward()) declare_backward(scope);
 }
 
@@ -101,7 +101,7 @@ void Attention::declare_backward(BufferScope& scope) {
   const int64_t T = scope.tokens();
   const BatchShape& shape = scope.shape();
   const Format& gradient = scope.formats().gradient;
-  const bool is_fp8 = scope.formats().fp8_gemm;
+  const bool is_fp8 = qkv_layer_.is_fp8();
   d_attention_ =
       scope.workspace("d_attention", scope.compute(), {T, d_heads()}, kBackwardAttentionOut | kBackwardAttention);
   // Read by GEMMs, or by what makes their FP8 inputs of it.

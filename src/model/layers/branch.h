@@ -16,7 +16,8 @@ namespace parka {
 //   kForwardPhase                     in which forward runs
 //   kRowsPhases, kTransposedPhases    in which backward reads the gradient of `out`, in rows and transposed
 //   kLastBackwardPhase                in which it reads x again and writes the gradient of x
-// reads_input_again() says whether backward reads x at all.
+// reads_input_again() says whether backward reads x at all, reads_fp8() and reads_fp8_gradient() whether it wants
+// x and the gradient of `out` in FP8.
 //   kReadsPlainInput, if there                   it wants x in the compute format as well
 //   kNormInput, kNormOutput, kPostNormInput, kOutputGradient    what telemetry calls the tensors around it
 template <typename Inner>
@@ -43,7 +44,7 @@ class Branch {
 
   void declare(BufferScope& scope, bool is_first_of_block) {
     norm_.declare_in_branch(scope, Inner::kNormName, is_first_of_block, scope.forward(Inner::kForwardPhase),
-                            Inner::kLastBackwardPhase, inner_.reads_input_again(), kReadsPlain);
+                            Inner::kLastBackwardPhase, inner_.reads_input_again(), inner_.reads_fp8(), kReadsPlain);
     inner_.declare(scope);
     if (post_norm_) post_norm_->declare_for_sum(scope, Inner::kPostNormName);
   }
@@ -66,15 +67,18 @@ class Branch {
     post_norm_->sample_input(step, block_, Inner::kPostNormInput);
   }
   TensorView residual(const StepContext& step) const { return norm_.sum(step); }
+  bool reads_fp8_gradient() const { return inner_.reads_fp8_gradient(); }
 
   // From the stream's d_residual, the gradient of residual() and of the branch that is added to it, to that of
-  // residual() alone, in the same buffer. `quantize`: the branch before wants it in FP8 where GEMMs are.
+  // residual() alone, in the same buffer. `quantize`: the branch before wants it in FP8.
   void backward(const StepContext& step, const ResidualStream& stream, bool quantize) const {
     const TensorView d_residual = stream.d_residual(step), d_norm_output = stream.d_norm_output(step);
     const TensorView d_inner_plain = stream.d_inner_plain(step);
-    const GemmInput d_inner = stream.d_inner(step);
+    const bool is_fp8 = inner_.reads_fp8_gradient();
+    const GemmInput d_inner = stream.d_inner(step, is_fp8);
     if (post_norm_) {
-      post_norm_->backward(step, d_residual, /*d_residual=*/{}, d_inner_plain, stream.d_inner_codes(step));
+      post_norm_->backward(step, d_residual, /*d_residual=*/{}, d_inner_plain,
+                           is_fp8 ? stream.d_inner_codes(step) : GemmInput{});
     }
     step.samples.add(step.device, block_, Inner::kOutputGradient, d_inner_plain, d_inner.row);
     const InputAgain x = [&] { return norm_.output_again(step); };

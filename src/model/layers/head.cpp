@@ -30,7 +30,7 @@ Head::Head(const ModelConfig& model, const ParameterTable& table, int64_t logits
       width_(model.d_model),
       chunk_(std::min(scope.tokens(), logits_chunk_tokens)),
       weight_(table.head),
-      is_fp8_(scope.formats().fp8_head),
+      is_fp8_(scope.formats().fp8_head && table.all[static_cast<size_t>(table.head)].quantized),
       trains_weight_(table.is_trainable(weight_)),
       has_backward_below_(table.first_trained_unit < table.head_unit() || table.is_trainable(table.final_norm)),
       norm_(model.norm, model, table, "final_norm") {
@@ -117,12 +117,13 @@ GemmInput Head::d_logits_codes(const StepContext& step, int64_t count) const {
           trains_weight_ ? step.matrix(d_logits_.transposed, cols, count) : ScaledView{}};
 }
 
-void Head::loss_and_backward(const StepContext& step, const LossOptions& options,
-                             const ResidualStream& stream) const {
+void Head::loss_and_backward(const StepContext& step, const LossOptions& options, const ResidualStream& stream,
+                             bool quantize) const {
   const TensorView d_y = stream.d_norm_output(step);
   loss_and_backward(step, options, d_y);
   if (!has_backward_below_) return;
-  norm_.backward(step, d_y, /*d_residual=*/{}, stream.d_residual(step), stream.d_residual_codes(step));
+  norm_.backward(step, d_y, /*d_residual=*/{}, stream.d_residual(step),
+                 quantize ? stream.d_residual_codes(step) : GemmInput{});
 }
 
 void Head::loss_and_backward(const StepContext& step, const LossOptions& options, const TensorView& d_y) const {

@@ -26,8 +26,9 @@ class Head {
   int64_t padding() const { return (kLogitsAlignment - vocab_size_ % kLogitsAlignment) % kLogitsAlignment; }
   // The loss of every token.
   void loss(const StepContext& step) const;
-  // The same, and backward to the stream's d_residual, in FP8 too where GEMMs are, or only to its own weight.
-  void loss_and_backward(const StepContext& step, const LossOptions& options, const ResidualStream& stream) const;
+  // The same, and backward to the stream's d_residual, with `quantize` in FP8 too, or only to its own weight.
+  void loss_and_backward(const StepContext& step, const LossOptions& options, const ResidualStream& stream,
+                         bool quantize) const;
   // Backward no further than to the gradient of hidden(), [T, d].
   void loss_and_backward(const StepContext& step, const LossOptions& options, const TensorView& d_hidden) const;
   // fp32 [T]

@@ -20,7 +20,8 @@ Linear::Linear(const PrecisionConfig& precision, const ParameterTable& table, co
       trains_weight_(table.is_trainable(weight_)),
       trains_bias_(table.is_trainable(bias_)) {
   PARKA_REQUIRE(weight_ >= 0);
-  is_fp8_ = precision.gemm != GemmPrecision::kCompute && table.all[static_cast<size_t>(weight_)].is_of_block();
+  const ParameterInfo& weight = table.all[static_cast<size_t>(weight_)];
+  is_fp8_ = precision.gemm != GemmPrecision::kCompute && weight.is_of_block() && weight.quantized;
   adapters_ = Adapters(table, name, is_fp8_);
 }
 

@@ -43,6 +43,7 @@ class Linear {
   bool is_product() const { return adapters_.empty() && bias_ < 0; }
   Gemm product(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void input_gradient(const StepContext& step, const GemmInput& d_out, const TensorView& d_x) const;
+  bool is_fp8() const { return is_fp8_; }  // its products
   // True if the weight is trained, and if it or an adapter is: else nobody needs the input again.
   bool trains_weight() const { return trains_weight_; }
   bool reads_input_again() const { return trains_weight_ || !adapters_.empty(); }

@@ -30,14 +30,15 @@ void Mlp::declare(BufferScope& scope) {
   } else {
     hidden_ = scope.kept("hidden", scope.compute(), {T, f});
   }
-  product_ = scope.gemm_input("product", f, saves_product_, forward, kBackwardSwiglu, fc2_.reads_input_again());
-  if (formats.fp8_gemm) {
+  product_ = scope.gemm_input("product", f, saves_product_, forward, kBackwardSwiglu, fc2_.reads_input_again(),
+                              fc2_.is_fp8());
+  if (fc2_.is_fp8()) {
     activated_ = scope.workspace("activated", scope.compute(), {T, f}, forward | kBackwardSwiglu);
   }
   if (!scope.has_backward()) return;
   d_hidden_ =
       scope.workspace("d_hidden", scope.compute(), {T, f}, kBackwardDown | kBackwardSwiglu | kBackwardUpGate);
-  if (!formats.fp8_gemm) return;
+  if (!fc1_.is_fp8()) return;
   constexpr PhaseMask kCodes = kBackwardSwiglu | kBackwardUpGate;
   d_hidden_fp8_.row = scope.workspace("d_hidden_fp8", formats.gradient, T, f, kCodes);
   if (!fc1_.trains_weight()) return;

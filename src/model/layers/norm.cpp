@@ -23,14 +23,14 @@ Norm::Norm(NormKind kind, int64_t width, double eps, const ParameterTable& table
 }
 
 void Norm::declare_in_branch(BufferScope& scope, const std::string& name, bool is_first_of_block, PhaseMask forward,
-                             PhaseMask backward, bool is_read_again, bool is_read_plain) {
+                             PhaseMask backward, bool is_read_again, bool is_fp8, bool is_read_plain) {
   PARKA_REQUIRE(!is_read_plain || kind_ != NormKind::kNone);
   if (kind_ == NormKind::kNone) {
     // Backward reads nothing but the linear layer's input: the sum itself, or FP8 codes of it. Nothing smaller is
     // saved from which these could be recomputed.
-    const bool is_fp8 = scope.formats().fp8_gemm;
     sum_ = scope.residual(name + ".input", width_, is_first_of_block, /*keep=*/!is_fp8 && is_read_again);
-    output_ = is_fp8 ? scope.gemm_input(name + ".output", width_, /*save=*/true, forward, backward, is_read_again)
+    output_ = is_fp8 ? scope.gemm_input(name + ".output", width_, /*save=*/true, forward, backward, is_read_again,
+                                        /*is_fp8=*/true)
                      : GemmInputIds{{sum_, {}, scope.formats().compute}, {}};
     return;
   }
@@ -38,8 +38,8 @@ void Norm::declare_in_branch(BufferScope& scope, const std::string& name, bool i
                         /*keep=*/scope.formats().norm_input.scaling == Scaling::kNone);
   declare_statistics(scope, name);
   saves_output_ = scope.precision().save_norm_output;
-  output_ = scope.gemm_input(name + ".output", width_, saves_output_, forward, backward, is_read_again);
-  if (is_read_plain && scope.formats().fp8_gemm) {
+  output_ = scope.gemm_input(name + ".output", width_, saves_output_, forward, backward, is_read_again, is_fp8);
+  if (is_read_plain && is_fp8) {
     plain_ = scope.workspace(name + ".plain_output", scope.compute(), {scope.tokens(), width_},
                              forward | (scope.has_backward() ? backward : PhaseMask{0}));
   }

@@ -2,7 +2,8 @@
 
 namespace parka {
 
-void ResidualStream::declare(BufferScope& scope, int64_t width, const BackwardPhases& phases, bool has_post_norms) {
+void ResidualStream::declare(BufferScope& scope, int64_t width, const BackwardPhases& phases, bool has_post_norms,
+                             bool any_fp8, bool any_plain) {
   width_ = width;
   has_post_norms_ = has_post_norms;
   const int64_t tokens = scope.tokens();
@@ -10,12 +11,11 @@ void ResidualStream::declare(BufferScope& scope, int64_t width, const BackwardPh
   branch_ = scope.workspace("branch", scope.compute(), {tokens, width}, scope.forward(kBlockForward) | kHeadNorm);
   if (!scope.has_backward()) return;
   d_residual_ = scope.workspace("d_residual", scope.compute(), {tokens, width}, kBackwardHeadNorm | kBackward);
-  const bool is_fp8 = scope.formats().fp8_gemm;
   // GEMMs that are not FP8 read there what a post-norm has written.
-  const PhaseMask of_inner = has_post_norms && !is_fp8 ? phases.rows | phases.transposed : PhaseMask{0};
+  const PhaseMask of_inner = has_post_norms && any_plain ? phases.rows | phases.transposed : PhaseMask{0};
   d_norm_output_ = scope.workspace("d_norm_output", scope.compute(), {tokens, width},
                                    kHead | kBackwardHeadNorm | phases.d_norm_output | kBackwardNorm | of_inner);
-  if (!is_fp8) return;
+  if (!any_fp8) return;
   // The backward of the head or of a norm makes it, the next linear layer reads it: in rows for its input gradient,
   // and transposed for its weight gradient. A post-norm makes it after a block's forward has run again.
   const PhaseMask made =
@@ -40,8 +40,8 @@ TensorView ResidualStream::d_inner_plain(const StepContext& step) const {
   return has_post_norms_ ? d_norm_output(step) : d_residual(step);
 }
 
-GemmInput ResidualStream::d_inner(const StepContext& step) const {
-  GemmInput d_inner = d_inner_.row.valid() ? d_inner_codes(step) : GemmInput{d_inner_plain(step), {}};
+GemmInput ResidualStream::d_inner(const StepContext& step, bool is_fp8) const {
+  GemmInput d_inner = is_fp8 ? d_inner_codes(step) : GemmInput{d_inner_plain(step), {}};
   d_inner.plain = d_inner_plain(step);
   return d_inner;
 }

@@ -12,8 +12,10 @@ class ResidualStream {
   struct BackwardPhases {
     PhaseMask rows, transposed, d_norm_output;
   };
-  // `has_post_norms`: between an inner layer and the stream is a norm.
-  void declare(BufferScope& scope, int64_t width, const BackwardPhases& phases, bool has_post_norms);
+  // `has_post_norms`: between an inner layer and the stream is a norm. The inner layers whose products read the
+  // gradient in FP8, and those whose do not, if there are any.
+  void declare(BufferScope& scope, int64_t width, const BackwardPhases& phases, bool has_post_norms, bool any_fp8,
+               bool any_plain);
 
   TensorView branch(const StepContext& step) const;      // [T, d] output of a branch, until the next norm adds it
   TensorView d_residual(const StepContext& step) const;  // [T, d] gradient of the residual stream
@@ -21,7 +23,7 @@ class ResidualStream {
   // The gradient of an inner layer's output: d_residual itself, or what the post-norm makes of it.
   TensorView d_inner_plain(const StepContext& step) const;
   // The same as GEMMs read it: in FP8 where they are.
-  GemmInput d_inner(const StepContext& step) const;
+  GemmInput d_inner(const StepContext& step, bool is_fp8) const;
   // The FP8 codes of d_inner_plain, which its writer writes, too: empty if there are none. The writer of d_residual
   // does so unless the gradient goes through a post-norm first.
   GemmInput d_inner_codes(const StepContext& step) const;

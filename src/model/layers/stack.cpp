@@ -50,13 +50,19 @@ Stack::Stack(const ModelConfig& model, const ParameterTable& table, std::string_
   }
   scope.leave_blocks();
   router_loads_.declare(scope);
+  bool any_fp8 = false, any_plain = false;
+  for (int64_t l = 0; l < num_blocks(); ++l) {
+    for (const bool is_fp8 : {block(l).attention.reads_fp8_gradient(), reads_fp8_gradient(l)}) {
+      (is_fp8 ? any_fp8 : any_plain) = true;
+    }
+  }
   // A shared expert goes through all phases of backward before the others do.
   const PhaseMask shared = model.moe.shared_width > 0 ? Moe::kBackwardPhases : PhaseMask{0};
   stream_.declare(scope, model.d_model,
                   {.rows = Attention::kRowsPhases | Swiglu::kRowsPhases | shared,
                    .transposed = Attention::kTransposedPhases | Swiglu::kTransposedPhases | shared,
                    .d_norm_output = Attention::kLastBackwardPhase | Swiglu::kLastBackwardPhase | shared},
-                  model.has_post_norm());
+                  model.has_post_norm(), any_fp8, any_plain);
 }
 
 // Attention adds what comes in to the residual stream, and the second branch adds what attention leaves.
@@ -91,7 +97,7 @@ void Stack::backward(const StepContext& step) const {
     step.before_backward(unit(l));
     offload_.before_backward(step.device, l);
     // Nothing below wants the gradient of the lowest block in FP8.
-    backward_block(step, l, /*quantize=*/l > first_backward_);
+    backward_block(step, l, /*quantize=*/l > first_backward_ && reads_fp8_gradient(l - 1));
     offload_.after_backward(l);
     step.after_backward(unit(l));
   }
@@ -99,8 +105,9 @@ void Stack::backward(const StepContext& step) const {
 
 void Stack::backward_block(const StepContext& step, int64_t l, bool quantize) const {
   if (reruns_) forward_block(step, l);
-  std::visit([&](const auto& ffn) { ffn.backward(step, stream_, /*quantize=*/true); }, block(l).ffn);
-  block(l).attention.backward(step, stream_, quantize);
+  const auto& attention = block(l).attention;
+  std::visit([&](const auto& ffn) { ffn.backward(step, stream_, attention.reads_fp8_gradient()); }, block(l).ffn);
+  attention.backward(step, stream_, quantize);
 }
 
 }  // namespace parka

@@ -54,6 +54,11 @@ class Stack {
     return std::visit([&](const auto& ffn) { return ffn.residual(step); }, block(l).ffn);
   }
   void backward_block(const StepContext& step, int64_t l, bool quantize) const;
+  // True if block l, or the last one, wants that gradient in FP8.
+  bool reads_fp8_gradient(int64_t l) const {
+    return std::visit([](const auto& ffn) { return ffn.reads_fp8_gradient(); }, block(l).ffn);
+  }
+  bool reads_fp8_gradient() const { return reads_fp8_gradient(num_blocks() - 1); }
   // From the gradient of what forward() has left to that of the lowest trained block's input, both d_residual.
   void backward(const StepContext& step) const;
 

@@ -52,16 +52,18 @@ void Swiglu::declare(BufferScope& scope) {
     scope.sample(2 * f, f);
   }
   product_ = scope.gemm_input(buffers_ + "product", f, saves_product_, forward, kBackwardSwiglu,
-                              down_layer_.reads_input_again());
+                              down_layer_.reads_input_again(), down_layer_.is_fp8());
   if (!scope.has_backward()) return;
   constexpr PhaseMask kGradient = kBackwardSwiglu | kBackwardUpGate;
   d_product_ = scope.workspace(buffers_ + "d_product", scope.compute(), {T, f}, kBackwardDown | kBackwardSwiglu);
-  samples_amax_ = formats.samples_gradient_amax;
-  d_up_gate_.row = scope.workspace(buffers_ + "d_up_gate", formats.gradient, T, 2 * f, kGradient);
-  if (formats.gradient.scaling != Scaling::kNone) scope.sample(2 * f);
-  if (!formats.fp8_gemm || !up_gate_layer_.trains_weight()) return;
+  const bool is_fp8 = up_gate_layer_.is_fp8();
+  const Format& gradient = formats.gradient_of(is_fp8);
+  samples_amax_ = formats.samples_gradient_amax && is_fp8;
+  d_up_gate_.row = scope.workspace(buffers_ + "d_up_gate", gradient, T, 2 * f, kGradient);
+  if (is_fp8) scope.sample(2 * f);
+  if (!is_fp8 || !up_gate_layer_.trains_weight()) return;
   d_up_gate_.transposed =
-      scope.workspace(buffers_ + "d_up_gate_t", formats.gradient, 2 * f, T, kGradient, d_up_gate_.row.scale);
+      scope.workspace(buffers_ + "d_up_gate_t", gradient, 2 * f, T, kGradient, d_up_gate_.row.scale);
 }
 
 void Swiglu::forward(const StepContext& step, const ScaledView& x, const TensorView& out) const {

@@ -109,7 +109,7 @@ void VisionTower::spread_gradient(const StepContext& step) const {
     step.clear_padding(d_residual);
   }
   const GemmInput codes = stack_.stream().d_residual_codes(step);
-  if (!codes.row.empty()) {
+  if (stack_.reads_fp8_gradient() && !codes.row.empty()) {
     quantize(step.device, {.x = d_residual, .out = codes.row, .out_t = codes.transposed});
   }
 }
