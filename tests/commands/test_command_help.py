@@ -13,7 +13,7 @@ from pathlib import Path
 from parka_runs import PROGRAM
 
 ROOT = Path(__file__).resolve().parents[2]
-COMMANDS = ["train", "plan", "eval", "generate", "import", "export", "bench", "tune", "data", "config", "version",
+COMMANDS = ["train", "plan", "eval", "generate", "import", "export", "bench", "tune", "tune-precision", "data", "config", "version",
             "prepare", "prepare-images", "prepare-eval", "tokenizer", "follow", "plot", "compare", "scores"]
 PYTHON_COMMANDS = COMMANDS[COMMANDS.index("prepare"):]
 

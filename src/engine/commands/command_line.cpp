@@ -252,6 +252,22 @@ void add_tune(CLI::App& app, GivenConfigs& configs, TuneOptions& options) {
       ->check(CLI::Range(1.0, 1e5));
 }
 
+void add_tune_precision(CLI::App& app, GivenConfigs& configs, TunePrecisionOptions& options) {
+  CLI::App& command = *app.add_subcommand(
+      "tune-precision",
+      "Find what to leave in bf16, so that FP8 costs checkpoint.init_from no more than a given loss.");
+  add_config_options(command, configs);
+  command.add_option("--write", options.write_path, "Config to write")->type_name("FILE")->required();
+  command
+      .add_option("--rise", options.rise_percent,
+                  "Largest rise of the perplexity over that without FP8, in percent")
+      ->transform([](std::string text) { return text.ends_with('%') ? text.substr(0, text.size() - 1) : text; })
+      ->check(CLI::Range(0.0, 100.0));
+  add(command, "--sequences", options.sequences, "",
+      "Sequences of data.eval to measure on, spread evenly over its files; without it of data.train; 0: all")
+      ->check(kNotNegative);
+}
+
 void add_eval(CLI::App& app, EvalOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "eval", "Evaluate a checkpoint: loss and perplexity on token files, and scores in multiple-choice tasks.");
@@ -477,6 +493,7 @@ struct CommandLine {
   ExportOptions export_options;
   BenchOptions bench;
   TuneOptions tune;
+  TunePrecisionOptions tune_precision;
   DataOptions data;
   ConfigOptions config;
   VersionOptions version;
@@ -498,6 +515,7 @@ void add_all(CLI::App& app, CommandLine& line) {
   add_export(app, line.export_options);
   add_bench(app, line.configs, line.bench);
   add_tune(app, line.configs, line.tune);
+  add_tune_precision(app, line.configs, line.tune_precision);
   add_data(app, line.data);
   add_config(app, line.configs, line.config);
   add_version(app, line.version);
@@ -532,6 +550,7 @@ int run_command(const CLI::App& app, const CommandLine& line) {
   if (app.got_subcommand("export")) return run_export(line.export_options);
   if (app.got_subcommand("bench")) return run_bench(line.bench);
   if (app.got_subcommand("tune")) return run_tune(line.tune);
+  if (app.got_subcommand("tune-precision")) return run_tune_precision(line.tune_precision);
   if (app.got_subcommand("data")) return run_data(line.data);
   if (app.got_subcommand("config")) return run_config(line.config);
   if (app.got_subcommand("version")) return print_text(version_text(line.version.verbose));
@@ -554,7 +573,7 @@ int parse_and_run(int argc, char** argv) {
     throw_bad_input("command line: {}", describe_parse_error(app, error, arguments));
   }
   set_num_threads(line.threads);
-  give_configs(line.configs, line.train, line.plan, line.bench, line.tune, line.config);
+  give_configs(line.configs, line.train, line.plan, line.bench, line.tune, line.tune_precision, line.config);
   line.train.command_line = fmt::format("{}", fmt::join(argv, argv + argc, " "));
   return run_command(app, line);
 }

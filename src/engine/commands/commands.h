@@ -125,6 +125,15 @@ struct TuneOptions {
 };
 int run_tune(const TuneOptions& options);
 
+struct TunePrecisionOptions {
+  std::string config_path;
+  std::vector<std::string> overrides;
+  std::string write_path;     // the config to write
+  double rise_percent = 0.5;  // of the perplexity, over that without FP8
+  int64_t sequences = 256;
+};
+int run_tune_precision(const TunePrecisionOptions& options);
+
 struct DataOptions {
   std::vector<std::string> inputs;  // token files or patterns, or one config (*.json)
   std::vector<std::string> overrides;

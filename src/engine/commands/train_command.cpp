@@ -1,4 +1,5 @@
 #include <algorithm>
+#include <cmath>
 #include <memory>
 #include <optional>
 #include <string>
@@ -12,6 +13,7 @@
 #include "engine/commands/device_setup.h"
 #include "engine/commands/version.h"
 #include "engine/config/config_io.h"
+#include "engine/evaluation/precision_losses.h"
 #include "engine/planning/memory_advice.h"
 #include "engine/text/helper_process.h"
 #include "engine/text/tokenizer_files.h"
@@ -22,6 +24,8 @@
 
 namespace parka {
 namespace {
+
+constexpr double kTellingRise = 0.01;  // nats: a hundredth of the perplexity
 
 // The folder of a run that was moved or copied has a config that names the place before: training there would leave
 // the folder alone that was named, and go on with another run, or begin one.
@@ -91,6 +95,23 @@ TrainingStart start_of(const TrainOptions& options, const Launch& launch, const 
   return start;
 }
 
+// FP8 may cost weights that were trained without it. Training itself tells of weights that cannot be used.
+void warn_of_fp8(const TrainOptions& options, const Config& config, Device& device) {
+  if (!list_checkpoints(config.checkpoint.folder).empty()) return;
+  std::optional<LossesOfStart> losses;
+  try {
+    losses = losses_of_start(device, config);
+  } catch (const Error&) {
+    return;
+  }
+  if (!losses || losses->fp8 - losses->plain < kTellingRise) return;
+  log_warning(
+      "precision.recipe = {} costs these weights {:.1f} % of perplexity: loss {:.4f}, without FP8 {:.4f}, on {} "
+      "sequences; parka tune-precision {} --write NEW.json finds what to leave in bf16",
+      name_of(config.precision.recipe), 100 * std::expm1(losses->fp8 - losses->plain), losses->fp8, losses->plain,
+      losses->num_sequences, options.config_path);
+}
+
 }  // namespace
 
 int run_train(const TrainOptions& options) {
@@ -113,6 +134,7 @@ int run_train(const TrainOptions& options) {
     check_memory(config, GivenConfig::read(options.config_path, options.overrides), *device, launch.size());
     DecidedGemms gemms;
     if (gpu >= 0) gemms = decide_gemms(config, options.config_path, launch, gpu, device);
+    if (launch.rank() == 0) warn_of_fp8(options, config, *device);
     const std::unique_ptr<Communicator> communicator = launch.make_communicator(*device);
     TrainingStart start = start_of(options, launch, *device, gpu, gemms, *communicator);
     start.begun = begun;

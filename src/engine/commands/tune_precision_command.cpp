@@ -1,0 +1,208 @@
+#include <algorithm>
+#include <cmath>
+#include <cstdio>
+#include <map>
+
+#include <fmt/ranges.h>
+
+#include "core/error.h"
+#include "engine/commands/commands.h"
+#include "engine/commands/device_setup.h"
+#include "engine/config/config_io.h"
+#include "engine/evaluation/precision_losses.h"
+#include "engine/files/json.h"
+#include "engine/planning/memory_advice.h"
+#include "model/formats.h"
+#include "model/parameter_table.h"
+
+namespace parka {
+namespace {
+
+// What stays in FP8 or leaves it as one: products of one kind in consecutive blocks, or what all blocks keep.
+struct Choice {
+  std::string name;
+  std::vector<std::string> weights = {};     // of products
+  std::vector<std::string> overrides = {};   // of what is kept
+  void (*keep)(PrecisionConfig&) = nullptr;  // does what these say
+  double cost = 0;  // bf16's operations of a token that it takes more than FP8, or their time
+  double rise = 0;  // in loss, nats, with this alone in FP8
+};
+
+// The first and the last block are like no others; those between are in equal parts.
+int64_t part_of(int64_t block, int64_t num_blocks) {
+  constexpr int64_t kParts = 8;
+  if (num_blocks <= kParts || block == 0) return block;
+  return block + 1 == num_blocks ? kParts - 1 : 1 + (block - 1) * (kParts - 2) / (num_blocks - 2);
+}
+
+void add_products(const Config& config, std::vector<Choice>& choices) {
+  const ParameterTable table = make_parameter_table(config.model, false, config.parameter_rules());
+  const Formats formats(config.precision);
+  std::map<std::pair<std::string, int64_t>, size_t> known;
+  for (size_t i = 0; i < table.all.size(); ++i) {
+    const ParameterInfo& p = table.all[i];
+    const bool is_head = static_cast<int>(i) == table.head, is_of_block = p.unit > 0 && !is_head;
+    const std::string name = is_head ? "head" : p.name;
+    if (!p.quantized || !is_unquantized({name}, p)) continue;
+    if (!(is_head ? formats.fp8_head : is_of_block && formats.fp8_gemm)) continue;
+    const int64_t block = is_head ? 0 : p.unit - 1;
+    const std::string kind = is_head ? "head" : p.name.substr(block_prefix(kDecoder, block).size());
+    const auto [place, is_new] = known.try_emplace({kind, part_of(block, table.num_blocks)}, choices.size());
+    if (is_new) choices.push_back({.name = is_head ? kind : fmt::format("{} of block {}", kind, block)});
+    Choice& choice = choices[place->second];
+    if (!is_new) choice.name = fmt::format("{} to {}", choice.name.substr(0, choice.name.find(" to ")), block);
+    choice.weights.push_back(name);
+    choice.cost += 3 * static_cast<double>(p.active_numel());  // half of three products
+  }
+}
+
+// What is kept between products costs memory, and the time in which a byte more is written and read.
+void add_kept(const Config& config, std::vector<Choice>& choices) {
+  constexpr double kOperationsPerByte = 300;  // of H100 and H200, in bf16
+  const ModelConfig& m = config.model;
+  const PrecisionConfig& p = config.precision;
+  const auto add = [&](Choice choice, int64_t columns) {
+    choice.cost = 2 * kOperationsPerByte * static_cast<double>(m.num_layers * columns);
+    choices.push_back(std::move(choice));
+  };
+  if (p.qkv == Storage::kFp8) {
+    add({.name = "q, k and v, kept",
+         .overrides = {"precision.qkv=compute"},
+         .keep = [](PrecisionConfig& c) { c.qkv = Storage::kCompute; }},
+        m.d_qkv());
+  }
+  if (p.up_gate == Storage::kFp8) {
+    add({.name = "up and gate, kept",
+         .overrides = {"precision.up_gate=compute", "precision.save_silu=false"},
+         .keep =
+             [](PrecisionConfig& c) {
+               c.up_gate = Storage::kCompute;
+               c.save_silu = false;
+             }},
+        2 * m.d_ffn);
+  }
+  if (p.norm_input == Storage::kFp8) {
+    add({.name = "inputs of norms, kept",
+         .overrides = {"precision.norm_input=compute"},
+         .keep = [](PrecisionConfig& c) { c.norm_input = Storage::kCompute; }},
+        2 * m.d_model);
+  }
+}
+
+class Tuning {
+ public:
+  Tuning(const TunePrecisionOptions& options, const Config& config, const PrecisionLosses& losses)
+      : sequences_(options.sequences), precision_(config.precision), losses_(losses) {
+    add_products(config, choices_);
+    add_kept(config, choices_);
+  }
+
+  const std::vector<Choice>& choices() const { return choices_; }
+  // The loss with the choices for which leaves(i) is true in the compute format.
+  template <typename Leaves>
+  double loss(const Leaves& leaves) const {
+    PrecisionConfig precision = precision_;
+    for (size_t i = 0; i < choices_.size(); ++i) {
+      if (!leaves(i)) continue;
+      const Choice& choice = choices_[i];
+      precision.unquantized.insert(precision.unquantized.end(), choice.weights.begin(), choice.weights.end());
+      if (choice.keep != nullptr) choice.keep(precision);
+    }
+    return losses_.of(precision, sequences_);
+  }
+
+  // Orders them by what they cost the loss for what they save in time.
+  void measure(double plain) {
+    for (size_t i = 0; i < choices_.size(); ++i) {
+      choices_[i].rise = loss([&](size_t other) { return other != i; }) - plain;
+      fmt::print("{:<32} {:+.5f}\n", choices_[i].name, choices_[i].rise);
+      std::fflush(stdout);
+    }
+    std::ranges::stable_sort(choices_, std::ranges::greater(), [](const Choice& c) { return c.rise / c.cost; });
+  }
+
+  // The fewest of the first that have to leave FP8 for the loss to be at most this, and the loss then. All do.
+  std::pair<size_t, double> fewest(double most, double plain) const {
+    size_t low = 0, high = choices_.size();
+    double reached = plain;
+    while (low < high) {
+      const size_t count = (low + high) / 2;
+      const double now = loss([&](size_t i) { return i < count; });
+      (now <= most ? high : low) = now <= most ? count : count + 1;
+      if (now <= most) reached = now;
+    }
+    return {high, reached};
+  }
+
+ private:
+  int64_t sequences_;
+  PrecisionConfig precision_;
+  const PrecisionLosses& losses_;
+  std::vector<Choice> choices_;
+};
+
+double percent(double loss, double plain) { return 100 * std::expm1(loss - plain); }
+
+std::vector<std::string> overrides_of(const Config& config, const std::vector<Choice>& choices, size_t count) {
+  std::vector<std::string> names = config.precision.unquantized, overrides;
+  for (size_t i = 0; i < count; ++i) {
+    names.insert(names.end(), choices[i].weights.begin(), choices[i].weights.end());
+    overrides.insert(overrides.end(), choices[i].overrides.begin(), choices[i].overrides.end());
+  }
+  if (!names.empty()) overrides.push_back("precision.unquantized=" + json(names).dump());
+  return overrides;
+}
+
+void check(const TunePrecisionOptions& options, const Config& config) {
+  require_config_writable(options.write_path, options.config_path);
+  if (!config.precision.has_fp8()) {
+    throw_bad_input("{}: precision.recipe = {} has no FP8 to tune; set one that has, coat for example",
+                    options.config_path, name_of(config.precision.recipe));
+  }
+  if (config.checkpoint.init_from.empty()) {
+    throw_bad_input("{}: checkpoint.init_from: nothing to measure; name the weights that the run begins with",
+                    options.config_path);
+  }
+  if (config.data.eval.empty() && config.data.train.empty()) {
+    throw_bad_input("{}: data.eval: no token files to measure on; list some, or give --data", options.config_path);
+  }
+}
+
+}  // namespace
+
+int run_tune_precision(const TunePrecisionOptions& options) {
+  const Config config = load_config(options.config_path, options.overrides);
+  check(options, config);
+  const std::unique_ptr<Device> device = make_untuned_device(config);
+  const PrecisionLosses losses(*device, config);
+  Tuning tuning(options, config, losses);
+  const double plain = tuning.loss([](size_t) { return true; }), fp8 = tuning.loss([](size_t) { return false; });
+  const double most = plain + std::log1p(options.rise_percent / 100);
+  fmt::print("loss {:.5f} without FP8, {:.5f} with all of it: perplexity {:+.2f} %\n", plain, fp8,
+             percent(fp8, plain));
+  size_t count = 0;
+  double reached = fp8;
+  if (fp8 > most) {
+    fmt::print("\n{:<32} rise of the loss, alone in FP8\n", "");
+    tuning.measure(plain);
+    std::tie(count, reached) = tuning.fewest(most, plain);
+  }
+  const std::vector<Choice>& choices = tuning.choices();
+  std::vector<std::string> overrides = options.overrides, own = overrides_of(config, choices, count);
+  double lost = 0, all = 0;
+  for (size_t i = 0; i < choices.size(); ++i) (i < count ? lost : all) += choices[i].cost;
+  overrides.insert(overrides.end(), own.begin(), own.end());
+  write_given_keys(options.write_path, options.config_path, overrides);
+  const Config tuned = GivenConfig::read(options.config_path, options.overrides).with(own);
+  std::vector<std::string> leaving;
+  for (size_t i = 0; i < count; ++i) leaving.push_back(choices[i].name);
+  fmt::print("\nleave FP8: {}\n", count == 0 ? "nothing" : fmt::format("{}", fmt::join(leaving, "; ")));
+  fmt::print("loss {:.5f}: perplexity {:+.2f} %\n", reached, percent(reached, plain));
+  fmt::print("{:.0f} % of the time that FP8 saves is kept, by operations and bytes; memory {:+.2f} GB\n",
+             100 * all / (all + lost),
+             1e-9 * static_cast<double>(planned_bytes(tuned, 1) - planned_bytes(config, 1)));
+  fmt::print("wrote {}; next: parka train {}\n", options.write_path, options.write_path);
+  return 0;
+}
+
+}  // namespace parka

@@ -1,0 +1,105 @@
+"""FP8 for weights that were trained without it: the warning of `parka train`, and `parka tune-precision`."""
+import array
+import json
+import os
+import random
+import struct
+import unittest
+
+from parka_runs import SEQUENCE, VOCAB, RunFolder, parka, tiny_config
+
+
+def edit_weights(path, edit):
+    """Calls edit(name, rows) for each matrix of a safetensors file in fp32, in which it may change rows."""
+    with open(path, "rb") as file:
+        content = bytearray(file.read())
+    start = 8 + struct.unpack("<Q", content[:8])[0]
+    for name, entry in json.loads(content[8:start]).items():
+        if len(entry.get("shape", [])) != 2:
+            continue
+        begin, end = (start + offset for offset in entry["data_offsets"])
+        values = array.array("f", bytes(content[begin:end]))
+        cols = entry["shape"][1]
+        rows = [values[at:at + cols] for at in range(0, len(values), cols)]
+        edit(name, rows)
+        content[begin:end] = b"".join(row.tobytes() for row in rows)
+    with open(path, "wb") as file:
+        file.write(content)
+
+
+def spoil(name, rows):
+    """One row of up in block 0 is large, and nothing reads what it makes: one scale for a weight leaves the others no codes."""
+    if name.endswith("layers.0.mlp.up_proj.weight"):
+        rows[0] = array.array("f", [3e4] * len(rows[0]))
+    if name.endswith("layers.0.mlp.down_proj.weight"):
+        for row in rows:
+            row[0] = 0.0
+
+
+class Unquantized(RunFolder):
+    def run_ok(self, *arguments):
+        result = parka(*arguments)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return result.stdout, result.stderr
+
+    def import_trained(self):
+        """A model that knows which token follows which, with an outlier in the up projection of block 0."""
+        for seed, name in enumerate(("a", "b", "held_out")):
+            draw = random.Random(seed)
+            tokens = [seed]
+            while len(tokens) < 3000:
+                tokens.append(draw.randrange(VOCAB) if draw.random() < 0.05 else (tokens[-1] * 5 + 3) % VOCAB)
+            with open(self.path(f"{name}.npy"), "wb") as file:
+                file.write(array.array("H", tokens).tobytes())
+        config = tiny_config(self.folder, steps=150)
+        config["model"]["norm"] = "rmsnorm"
+        config["optimizer"]["lr"] = 1e-2
+        config["training"]["eval_interval"] = 0
+        self.write_config(config, "bf16.json")
+        self.run_ok("train", self.path("bf16.json"))
+        self.run_ok("export", self.path("run"), "--out", self.path("out"), "--dtype", "fp32", "--family", "llama")
+        edit_weights(self.path("out/model.safetensors"), spoil)
+        self.run_ok("import", self.path("out"), "--out", self.path("model"))
+        config["precision"] = {"recipe": "fp8_linear"}
+        config["checkpoint"] = {"folder": self.path("fp8"), "init_from": self.path("model")}
+        config["training"]["steps"] = 1
+        config["optimizer"]["schedule"]["warmup_steps"] = 0
+        self.write_config(config, "fp8.json")
+
+    def loss(self, *settings):
+        shape = ("training.micro_batch_size=2", f"data.sequence_length={SEQUENCE}")
+        options = [option for setting in (*shape, *settings) for option in ("--set", setting)]
+        out, _ = self.run_ok("eval", self.path("model"), "--data", self.path("held_out.npy"), "--json", *options)
+        return json.loads(out)["loss"]
+
+    def test_what_costs_the_loss_is_found_and_left_in_bf16(self):
+        self.import_trained()
+        plain, fp8 = self.loss("precision.recipe=bf16"), self.loss("precision.recipe=fp8_linear")
+        self.assertGreater(fp8 - plain, 0.01)
+        warned = self.run_ok("train", self.path("fp8.json"))[1]
+        self.assertIn("tune-precision", warned)
+
+        out, _ = self.run_ok("tune-precision", self.path("fp8.json"), "--rise", "1%", "--write", self.path("tuned.json"))
+        with open(self.path("tuned.json"), encoding="utf-8") as file:
+            names = json.load(file)["precision"]["unquantized"]
+        self.assertIn("blocks.0.down", names)  # which reads what the row makes
+        self.assertLess(len(names), 8)
+        tuned = self.loss("precision.recipe=fp8_linear", f"precision.unquantized={json.dumps(names)}")
+        self.assertLess(tuned - plain, 0.01)
+        self.assertIn(f"{tuned:.5f}", out)
+        quiet = self.run_ok("train", self.path("tuned.json"), "--set", f"checkpoint.folder={self.path('tuned')}")[1]
+        self.assertNotIn("tune-precision", quiet)
+
+    def test_a_config_without_fp8_or_without_weights_is_refused(self):
+        config = tiny_config(self.folder, recipe="coat")
+        self.write_config(config)
+        for settings, key in ((["precision.recipe=bf16"], "precision.recipe"), ([], "checkpoint.init_from")):
+            options = [option for setting in settings for option in ("--set", setting)]
+            result = parka("tune-precision", self.path("config.json"), "--write", self.path("new.json"), *options)
+            self.assertEqual(result.returncode, 2)
+            self.assertIn(key, result.stderr)
+            self.assertFalse(os.path.exists(self.path("new.json")))
+
+
+if __name__ == "__main__":
+    unittest.main()
