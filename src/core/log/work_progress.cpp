@@ -25,6 +25,10 @@ double steady_seconds() {
 WorkProgress::WorkProgress(std::string what, int64_t total, std::function<double()> clock)
     : what_(std::move(what)), total_(total), clock_(std::move(clock)), begun_(clock_()), next_(begun_ + 5) {}
 
+WorkProgress::~WorkProgress() {
+  if (is_shown_) show_line("");
+}
+
 bool WorkProgress::add(int64_t count) {
   const std::lock_guard lock(mutex_);
   done_ += count;
@@ -33,12 +37,9 @@ bool WorkProgress::add(int64_t count) {
   const double share = std::min(1.0, static_cast<double>(done_) / static_cast<double>(total_));
   const std::string line =
       fmt::format("{}: {:.0f} %, {} left", what_, 100 * share, format_duration((now - begun_) * (1 / share - 1)));
-  if (log_columns() > 0) {
-    show_line(line);
-  } else {
-    log_line(LogLevel::kInfo, line);
-  }
-  next_ = now + (log_columns() > 0 ? 0.5 : 10);
+  is_shown_ = log_columns() > 0;
+  is_shown_ ? show_line(line) : log_line(LogLevel::kInfo, line);
+  next_ = now + (is_shown_ ? 0.5 : 10);
   return true;
 }
 

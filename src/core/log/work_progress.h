@@ -16,6 +16,7 @@ class WorkProgress {
   // `what` is "evaluating 1907 sequences", and all of it `total` of add().
   WorkProgress(std::string what, int64_t total, std::function<double()> clock = steady_seconds);
   WorkProgress& operator=(WorkProgress&&) = delete;
+  ~WorkProgress();          // its line on a terminal goes
   bool add(int64_t count);  // whether the log has heard of it
 
  private:
@@ -23,6 +24,7 @@ class WorkProgress {
   int64_t total_, done_ = 0;
   std::function<double()> clock_;
   double begun_, next_;
+  bool is_shown_ = false;  // on a terminal
   std::mutex mutex_;
 };
 

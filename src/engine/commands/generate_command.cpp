@@ -33,16 +33,6 @@ std::optional<std::string> tokenizer_folder(const GenerateOptions& options, cons
   return find_tokenizer(checkpoint.path(), checkpoint.state());
 }
 
-std::unique_ptr<TextCodec> open_codec(const GenerateOptions& options, const LoadedCheckpoint& checkpoint,
-                                      int64_t vocab_size) {
-  if (const std::optional<std::string> folder = tokenizer_folder(options, checkpoint)) {
-    return std::make_unique<TextTokenizer>(*folder, TextTokenizer::Use::kPrompts);
-  }
-  if (ByteCodec::fits(vocab_size)) return std::make_unique<ByteCodec>(vocab_size);
-  throw_bad_input("{}: has no tokenizer for --prompt; name its folder with --tokenizer, or give --prompt-tokens",
-                  checkpoint.path());
-}
-
 // `codec` is of text; null where the options give ids.
 std::vector<std::vector<int32_t>> prompts_of(const GenerateOptions& options, TextCodec* codec) {
   std::vector<std::vector<int32_t>> prompts;
@@ -280,7 +270,14 @@ int run_generate(const GenerateOptions& options) {
   choose_numerics(options, config);
   if (options.chat) return run_chat(options, checkpoint, config);
   std::unique_ptr<TextCodec> codec;
-  if (options.prompt_tokens.empty()) codec = open_codec(options, checkpoint, config.model.vocab_size);
+  if (options.prompt_tokens.empty()) {
+    codec = open_codec(tokenizer_folder(options, checkpoint).value_or(""), config.model.vocab_size);
+    if (!codec) {
+      throw_bad_input(
+          "{}: has no tokenizer for --prompt; name its folder with --tokenizer, or give --prompt-tokens",
+          checkpoint.path());
+    }
+  }
   const std::optional<ImagePrompt> image_prompt = image_prompt_of(options, checkpoint, config, codec.get());
   const std::vector<std::vector<int32_t>> prompts =
       image_prompt ? std::vector<std::vector<int32_t>>{image_prompt->tokens} : prompts_of(options, codec.get());

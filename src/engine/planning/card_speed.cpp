@@ -18,28 +18,27 @@ constexpr Card kCards[] = {{"4090", 24}, {"a100", 80}, {"h100", 80}, {"h200", 14
 // step.*.1gpu.tok_s_gpu, of OLMoE 4x4.1gpu, and 1xh100 of docs/results/figures.jsonl, by card and recipe from small
 // to large models.
 struct CardFigure {
-  std::string_view card;
-  Recipe recipe;
-  std::string_view model;
   double flop_per_token, tokens_per_second;
+  std::string_view card, model;
+  Recipe recipe;
   bool is_mixture = false;
 };
 constexpr CardFigure kMeasured[] = {
-    {"h100", Recipe::kBf16, "OLMo-1B", 7.46e9, 80460},
-    {"h100", Recipe::kParka, "OLMo-1B", 7.46e9, 120266},
-    {"h100", Recipe::kParka, "Llama-2-7B", 4.125e10, 23875},
-    {"h100", Recipe::kParka, "Llama-3-8B", 5.147e10, 17226},
-    {"h200", Recipe::kBf16, "OLMo-1B", 7.46e9, 82012},
-    {"h200", Recipe::kBf16, "Llama-2-7B", 4.125e10, 15104},
-    {"h200", Recipe::kBf16, "OLMoE-1B-7B", 7.879e9, 63132, true},
-    {"h200", Recipe::kParka, "OLMoE-1B-7B", 7.879e9, 87956, true},
-    {"h200", Recipe::kFp8Linear, "OLMo-1B", 7.46e9, 113313},
-    {"h200", Recipe::kFp8Linear, "Llama-2-7B", 4.125e10, 23820},
-    {"h200", Recipe::kCoat, "OLMo-1B", 7.46e9, 112379},
-    {"h200", Recipe::kCoat, "Llama-2-7B", 4.125e10, 23710},
-    {"h200", Recipe::kParka, "OLMo-1B", 7.46e9, 125267},
-    {"h200", Recipe::kParka, "Llama-2-7B", 4.125e10, 24697},
-    {"h200", Recipe::kParka, "Llama-3-8B", 5.147e10, 17853},
+    {7.46e9, 80460, "h100", "OLMo-1B", Recipe::kBf16},
+    {7.46e9, 120266, "h100", "OLMo-1B", Recipe::kParka},
+    {4.125e10, 23875, "h100", "Llama-2-7B", Recipe::kParka},
+    {5.147e10, 17226, "h100", "Llama-3-8B", Recipe::kParka},
+    {7.46e9, 82012, "h200", "OLMo-1B", Recipe::kBf16},
+    {4.125e10, 15104, "h200", "Llama-2-7B", Recipe::kBf16},
+    {7.879e9, 63132, "h200", "OLMoE-1B-7B", Recipe::kBf16, true},
+    {7.879e9, 87956, "h200", "OLMoE-1B-7B", Recipe::kParka, true},
+    {7.46e9, 113313, "h200", "OLMo-1B", Recipe::kFp8Linear},
+    {4.125e10, 23820, "h200", "Llama-2-7B", Recipe::kFp8Linear},
+    {7.46e9, 112379, "h200", "OLMo-1B", Recipe::kCoat},
+    {4.125e10, 23710, "h200", "Llama-2-7B", Recipe::kCoat},
+    {7.46e9, 125267, "h200", "OLMo-1B", Recipe::kParka},
+    {4.125e10, 24697, "h200", "Llama-2-7B", Recipe::kParka},
+    {5.147e10, 17853, "h200", "Llama-3-8B", Recipe::kParka},
 };
 
 double flop_rate(const CardFigure& one) { return one.flop_per_token * one.tokens_per_second; }

@@ -67,4 +67,9 @@ std::string TextTokenizer::next(int32_t token) {
 
 std::string TextTokenizer::end() { return helper_.ask({{"end", true}}).at("text").get<std::string>(); }
 
+std::unique_ptr<TextCodec> open_codec(const std::string& folder, int64_t vocab_size) {
+  if (!folder.empty()) return std::make_unique<TextTokenizer>(folder, TextTokenizer::Use::kPrompts);
+  return ByteCodec::fits(vocab_size) ? std::make_unique<ByteCodec>(vocab_size) : nullptr;
+}
+
 }  // namespace parka

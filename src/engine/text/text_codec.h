@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <memory>
 #include <string>
 #include <vector>
 
@@ -73,5 +74,8 @@ class TextTokenizer : public TextCodec {
   PythonHelper helper_;
   std::vector<int32_t> stop_tokens_;
 };
+
+// That of a tokenizer's folder, or of bytes where there is none; null if such a vocabulary is not one of bytes.
+std::unique_ptr<TextCodec> open_codec(const std::string& folder, int64_t vocab_size);
 
 }  // namespace parka

@@ -54,14 +54,6 @@ void report_task(int64_t step, RunRecords& records, const EvalTask& task, const 
                  {"documents", result.documents.size()}});
 }
 
-std::unique_ptr<TextCodec> open_codec(const Config& config) {
-  if (const std::string folder = tokenizer_of_run(config); !folder.empty()) {
-    return std::make_unique<TextTokenizer>(folder, TextTokenizer::Use::kPrompts);
-  }
-  if (ByteCodec::fits(config.model.vocab_size)) return std::make_unique<ByteCodec>(config.model.vocab_size);
-  throw_bad_input("evaluation.prompts: the run has no tokenizer for them; name its folder in data.tokenizer");
-}
-
 void report_sample(int64_t step, RunRecords& records, const std::string& prompt, const std::string& written) {
   // A model of bytes may write what is no UTF-8.
   const json text = json::parse(json(written).dump(-1, ' ', false, json::error_handler_t::replace));
@@ -75,7 +67,10 @@ RunPrompts::RunPrompts(const Config& config, Communicator& communicator) {
   if (config.evaluation.prompts.empty()) return;
   json own = json::object();
   if (communicator.rank() == 0) {
-    codec_ = open_codec(config);
+    codec_ = open_codec(tokenizer_of_run(config), config.model.vocab_size);
+    if (!codec_) {
+      throw_bad_input("evaluation.prompts: the run has no tokenizer for them; name its folder in data.tokenizer");
+    }
     own["tokens"] = json::array();
     for (const std::string& prompt : config.evaluation.prompts) {
       const std::vector<int32_t> ids = codec_->encode(prompt);
