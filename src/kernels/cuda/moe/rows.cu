@@ -193,6 +193,10 @@ __device__ inline void transpose_bytes(uint32_t (&x)[4]) {
 constexpr int kColumnThreads = 1024;
 constexpr int kRowsOfThread = 16;
 
+// Where a token is in shared memory. Threads beside each other have rows 16 apart, and the rows of an expert that
+// most tokens choose are tokens 16 apart: without the gaps they would all be in one bank.
+__host__ __device__ constexpr int64_t place_of_token(int64_t t) { return t + t / kRowsOfThread; }
+
 // A block has 4 kWords columns of x, rows of x_t. They are put into shared memory token by token, so that one read
 // gives all numbers of a row; T is a multiple of 4, R of 16, and all tensors are aligned to 16 bytes.
 template <int kWords>
@@ -201,7 +205,7 @@ __global__ void __launch_bounds__(kColumnThreads)
                           TokenOfSlot token_of) {
   extern __shared__ uint4 shared[];
   using Token = Pack<uint32_t, kWords>;
-  auto* const tokens = reinterpret_cast<Token*>(shared);  // T of them, and zeros behind them
+  auto* const tokens = reinterpret_cast<Token*>(shared);  // at their places, and zeros behind them
   const int64_t first_column = int64_t{blockIdx.x} * 4 * kWords;
   const uint8_t* const x = x_dT + first_column * T;
   for (int t = 4 * static_cast<int>(threadIdx.x); t < T; t += 4 * kColumnThreads) {
@@ -216,16 +220,19 @@ __global__ void __launch_bounds__(kColumnThreads)
       for (int i = 0; i < 4; ++i) of[i].element[w] = codes[i];
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) tokens[t + i] = of[i];
+    for (int i = 0; i < 4; ++i) tokens[place_of_token(t) + i] = of[i];
   }
-  if (threadIdx.x == 0) tokens[T] = {};
+  const int zeros = static_cast<int>(place_of_token(T));
+  if (threadIdx.x == 0) tokens[zeros] = {};
   __syncthreads();
   for (int64_t r = int64_t{threadIdx.x} * kRowsOfThread; r < R; r += int64_t{kColumnThreads} * kRowsOfThread) {
     uint32_t columns[4 * kWords][kRowsOfThread / 4];
 #pragma unroll
     for (int n = 0; n < kRowsOfThread / 4; ++n) {
       const int4 slots = reinterpret_cast<const int4*>(slot_of_row_R + r)[n];
-      const auto token = [&](int slot) { return tokens[slot < 0 ? T : token_of(slot)]; };
+      const auto token = [&](int slot) {
+        return tokens[slot < 0 ? zeros : static_cast<int>(place_of_token(token_of(slot)))];
+      };
       const Token rows[4] = {token(slots.x), token(slots.y), token(slots.z), token(slots.w)};
 #pragma unroll
       for (int w = 0; w < kWords; ++w) {
@@ -268,7 +275,7 @@ void gather_rows_of(CudaDevice& device, const GatherTokens& a) {
 template <int kWords>
 bool gather_columns(CudaDevice& device, const GatherTokens& a) {
   const int64_t d = a.x_t.dim[0], T = a.x_t.dim[1], R = a.out_t.dim[1];
-  const int64_t bytes = (T + 1) * 4 * kWords;
+  const int64_t bytes = (place_of_token(T) + 1) * 4 * kWords;
   const bool fits = T % 4 == 0 && R % kRowsOfThread == 0 && d % (4 * kWords) == 0 &&
                     are_aligned({a.slot_of_row.data, a.x_t.data, a.out_t.data}) &&
                     bytes <= static_cast<int64_t>(device.properties().sharedMemPerBlockOptin);
