@@ -245,6 +245,11 @@ def moe_cases():
     cases += [sharded("llama", "parka", sharding, ".moe", MOE) for sharding in ((2, 0, 0), (2, 1, 0), (4, 2, 0), (4, 2, 2))]
     cases += [sharded("llama", recipe, sharding, ".moe", MOE)
               for recipe in ("bf16", "parka") for sharding in ((2, 3, 0), (3, 3, 0), (4, 3, 2))]
+    divided = {"distributed": {"expert_parallel": 2}}
+    cases += [sharded("llama", "parka", sharding, f".{name}.divided", merged(moe, divided))
+              for sharding in ((2, 1, 0), (4, 2, 0)) for name, moe in (("moe", MOE), ("shared_moe", SHARED_MOE))]
+    cases.append(sharded("llama", "parka", (2, 1, 0), ".moe.divided.recompute", merged(MOE, {**divided, "precision": {"recompute": "block"}}),
+                         same_as="llama.parka.ranks2.zero1.moe.divided"))
     cases.append(sharded("llama", "parka", (2, 2, 0), ".shared_moe.resumed", SHARED_MOE,
                          parts=[Part(2, {"training": {"steps": 4}}), Part(2)]))
     return cases
