@@ -245,7 +245,7 @@ def moe_cases():
     cases += [sharded("llama", "parka", sharding, ".moe", MOE) for sharding in ((2, 0, 0), (2, 1, 0), (4, 2, 0), (4, 2, 2))]
     cases += [sharded("llama", recipe, sharding, ".moe", MOE)
               for recipe in ("bf16", "parka") for sharding in ((2, 3, 0), (3, 3, 0), (4, 3, 2))]
-    divided = {"distributed": {"expert_parallel": 2}}
+    divided = {"distributed": {"expert_parallel": 2}, "evaluation": {"tasks": []}}
     cases += [sharded("llama", "parka", sharding, f".{name}.divided", merged(moe, divided))
               for sharding in ((2, 1, 0), (4, 2, 0)) for name, moe in (("moe", MOE), ("shared_moe", SHARED_MOE))]
     cases.append(sharded("llama", "parka", (2, 1, 0), ".moe.divided.recompute", merged(MOE, {**divided, "precision": {"recompute": "block"}}),
