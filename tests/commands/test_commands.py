@@ -32,7 +32,8 @@ class Plan(unittest.TestCase):
         for path in config_files():
             with self.subTest(os.path.basename(path)):
                 self.assertEqual(parka("config", "check", path).returncode, 0)
-                plan = self.plan(os.path.basename(path))
+                ranks = ["--gpus", "2"] if path.endswith("-2gpu.json") else []
+                plan = self.plan(os.path.basename(path), *ranks)
                 self.assertEqual(plan["total_bytes"], sum(plan["bytes"].values()))
 
     def test_sharding_divides_what_its_stage_says(self):

@@ -221,6 +221,7 @@ TEST_CASE("a recipe sets the formats, and keys that are given override it", "[en
                                  {"head", is_parka ? "fp8" : "compute"},
                                  {"tower", "compute"},
                                  {"sampled_amax", is_parka},
+                                 {"unquantized", json::array()},
                                  {"group_size", 16},
                                  {"save_norm_output", row.save_norm},
                                  {"save_silu", row.save_silu},
