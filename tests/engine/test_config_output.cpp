@@ -80,7 +80,7 @@ TEST_CASE("the hash covers what decides the numbers and nothing else", "[engine]
   same.training.log_interval = 5;
   same.checkpoint = {
       .folder = "x", .interval = 1, .keep = 1, .async = false, .save_final = false, .on_saved = "cp {path} x"};
-  same.evaluation = {.sets = {"a=b.npy"}, .tasks = {"t.jsonl"}, .task_documents = 3};
+  same.evaluation = {.sets = {"a=b.npy"}, .tasks = {"t.jsonl"}, .task_documents = 3, .prompts = {"a"}};
   same.distributed.zero_stage = 2;
   CHECK(config_hash(same) == hash);
   Config unclipped = base, released = base;

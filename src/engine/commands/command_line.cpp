@@ -261,7 +261,8 @@ void add_tune_precision(CLI::App& app, GivenConfigs& configs, TunePrecisionOptio
   command
       .add_option("--rise", options.rise_percent,
                   "Largest rise of the perplexity over that without FP8, in percent")
-      ->transform([](std::string text) { return text.ends_with('%') ? text.substr(0, text.size() - 1) : text; })
+      ->transform(
+          [](const std::string& text) { return text.ends_with('%') ? text.substr(0, text.size() - 1) : text; })
       ->check(CLI::Range(0.0, 100.0));
   add(command, "--sequences", options.sequences, "",
       "Sequences of data.eval to measure on, spread evenly over its files; without it of data.train; 0: all")
