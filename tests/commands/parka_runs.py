@@ -1,12 +1,15 @@
 """Small runs of the parka program for the command line tests: tiny token files, a tiny model, a temporary folder."""
 import array
+import fcntl
 import hashlib
 import json
 import os
 import random
+import struct
 import subprocess
 import sys
 import tempfile
+import termios
 import unittest
 
 sys.path.append(os.path.join(os.path.dirname(os.path.abspath(__file__)), "..", "support"))
@@ -151,3 +154,22 @@ def tree_digest(folder, only=lambda path: True):
 
 def checkpoints(folder):
     return sorted(name for name in os.listdir(folder) if name.startswith("step_") and name[5:].isdigit())
+
+
+def on_terminal(columns, folder, *arguments, **environment):
+    """The exit code of the program on a terminal of so many columns, and all that it writes there."""
+    ours, theirs = os.openpty()
+    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
+    process = subprocess.Popen([os.path.abspath(PROGRAM), *arguments], stdout=theirs, stderr=theirs, cwd=folder, env=os.environ | {"TERM": "xterm"} | environment)
+    os.close(theirs)
+    text = b""
+    with open(ours, "rb", buffering=0) as terminal:
+        while True:
+            try:
+                part = terminal.read(4096)
+            except OSError:  # nobody has the other end any more
+                break
+            if not part:
+                break
+            text += part
+    return process.wait(), text.decode().replace("\r\n", "\n")

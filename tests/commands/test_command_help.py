@@ -1,16 +1,13 @@
 """Help: it comes from the tree of commands and options, and says defaults."""
-import fcntl
 import os
 import re
-import struct
 import subprocess
 import sys
 import tempfile
-import termios
 import unittest
 from pathlib import Path
 
-from parka_runs import PROGRAM
+from parka_runs import PROGRAM, on_terminal
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = ["train", "plan", "eval", "generate", "import", "export", "bench", "tune", "tune-precision", "data", "config", "version",
@@ -27,22 +24,7 @@ def output(*arguments):
 
 def shown_on_a_terminal(columns, *arguments):
     """The lines that the program prints there."""
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    process = subprocess.Popen([PROGRAM, *arguments], stdout=theirs, stderr=subprocess.STDOUT)
-    os.close(theirs)
-    text = b""
-    with open(ours, "rb", buffering=0) as terminal:
-        while True:
-            try:
-                part = terminal.read(4096)
-            except OSError:  # nobody has the other end any more
-                break
-            if not part:
-                break
-            text += part
-    process.wait()
-    return text.decode().splitlines()
+    return on_terminal(columns, None, *arguments)[1].splitlines()
 
 
 class Help(unittest.TestCase):

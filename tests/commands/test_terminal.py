@@ -1,39 +1,17 @@
 """What a run shows on a terminal and leaves in a file, and `parka train --follow`."""
-import fcntl
 import json
 import os
 import re
-import struct
 import subprocess
-import termios
 import time
 import unittest
 import urllib.request
 
-from parka_runs import PROGRAM
+from parka_runs import PROGRAM, on_terminal
 from test_new_config import TINY, Folder
 
 ERASED = "\r\x1b[K"
 COLOUR = re.compile(r"\x1b\[\d*m")
-
-
-def on_terminal(columns, folder, *arguments, **environment):
-    """All that the program writes there."""
-    ours, theirs = os.openpty()
-    fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, columns, 0, 0))
-    process = subprocess.Popen([os.path.abspath(PROGRAM), *arguments], stdout=theirs, stderr=theirs, cwd=folder, env=os.environ | {"TERM": "xterm"} | environment)
-    os.close(theirs)
-    text = b""
-    with open(ours, "rb", buffering=0) as terminal:
-        while True:
-            try:
-                part = terminal.read(4096)
-            except OSError:  # nobody has the other end any more
-                break
-            if not part:
-                break
-            text += part
-    return process.wait(), text.decode().replace("\r\n", "\n")
 
 
 class Run(Folder):

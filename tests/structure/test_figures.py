@@ -1,6 +1,7 @@
 """Every line of docs/results/figures.jsonl is a whole figure with a name of its own, and tables of pages are what is written of them."""
 import json
 import os
+import re
 import subprocess
 import sys
 import unittest
@@ -20,6 +21,19 @@ class Figures(unittest.TestCase):
                 least, most = figure["spread"]
                 self.assertLessEqual(least, figure["value"])
                 self.assertLessEqual(figure["value"], most)
+
+    def test_speeds_of_cards_are_figures(self):
+        text = (ROOT / "src/engine/planning/card_speed.cpp").read_text(encoding="utf-8")
+        figures = {f["name"]: f["value"] for f in map(json.loads, (ROOT / "docs/results/figures.jsonl").read_text(encoding="utf-8").splitlines())}
+        rows = re.findall(r'\{[\d.e]+, (\d+), "(h[12]00)", "([\w-]+)", Recipe::k(\w+)', text)
+        self.assertGreater(len(rows), 10)
+        names = {"OLMo-1B": "olmo-1b", "Llama-2-7B": "llama2-7b", "Llama-3-8B": "llama3-8b", "OLMoE-1B-7B": "olmoe"}
+        for speed, card, model, recipe in rows:
+            recipe = {"Bf16": "bf16", "Fp8Linear": "fp8_linear"}.get(recipe, recipe.lower())
+            shape = ".4x4" if model.startswith("OLMoE") else ""
+            name = f"step.{names[model]}.{recipe}{shape}.{'1gpu' if card == 'h200' else '1xh100'}.tok_s_gpu"
+            with self.subTest(name):
+                self.assertEqual(round(figures[name]), int(speed))
 
     @unittest.skipUnless("PARKA_PROGRAM" in os.environ, "ctest says which program makes plans; a commit does not wait for it")
     def test_tables_of_pages_are_written(self):

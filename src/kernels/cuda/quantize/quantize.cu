@@ -1,6 +1,5 @@
 #include "kernels/ops/quantize/quantize.h"
 
-#include <algorithm>
 #include <bit>
 
 #include "kernels/cuda/map.cuh"
