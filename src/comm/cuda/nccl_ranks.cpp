@@ -3,7 +3,6 @@
 #include <cstring>
 #include <exception>
 #include <optional>
-#include <ranges>
 #include <tuple>
 #include <utility>
 
@@ -211,8 +210,8 @@ NcclCommunicator::~NcclCommunicator() {
   watchdog_.probe(nullptr);
   const bool failed = std::uncaught_exceptions() > 0;
   if (!failed) synchronize();
-  for (PeerGroup& group : std::views::reverse(groups_)) {  // that of all ranks last
-    const ncclComm_t comm = group.comm;
+  for (auto group = groups_.rbegin(); group != groups_.rend(); ++group) {  // that of all ranks last
+    const ncclComm_t comm = group->comm;
     if (comm == nullptr) continue;
     if (failed) {
       ncclCommAbort(comm);
