@@ -216,6 +216,40 @@ TEST_CASE("quantize_absmax gives bitsandbytes' nested scales", "[kernels][quanti
   }
 }
 
+TEST_CASE("scales of several tensors are those of each alone", "[kernels][quantize_4bit]") {
+  constexpr int64_t kTensors = 3;
+  for (Device* device : devices()) {
+    for (const int64_t blocks : {1, 255, 256, 600}) {
+      for (const DType dtype : {DType::kF32, DType::kBF16}) {
+        CAPTURE(device->name(), blocks, name_of(dtype));
+        const int64_t N = 64 * blocks, nested_blocks = ceil_div(blocks, kNestedBlock);
+        const std::vector<float> values = random_values(dtype, kTensors * N, 7, 0.02f);
+        const TestTensor x(*device, dtype, {kTensors * N}, values), out(*device, dtype, {kTensors * N}),
+            codes(*device, DType::kU8, {kTensors * blocks}),
+            nested(*device, DType::kF32, {kTensors * nested_blocks}), offset(*device, DType::kF32, {kTensors});
+        const Codes q(*device, x, Format4Bit::kNf4);
+        const TestTensor map(*device, DType::kF32, {256}, {dynamic_map().begin(), dynamic_map().end()});
+        quantize_absmax(*device, {q.absmax, map, codes, nested, offset});
+        dequantize_4bit(*device, {q.codes, codes, map, nested, offset, out});
+        std::vector<std::byte> scales, alone;
+        for (int64_t t = 0; t < kTensors; ++t) {
+          const std::vector<float> part(values.begin() + t * N, values.begin() + (t + 1) * N);
+          const TestTensor one(*device, dtype, {N}, part), decoded(*device, dtype, {N});
+          const Codes own(*device, one, Format4Bit::kNf4);
+          const NestedScales own_nested(*device, own.absmax);
+          own_nested.decode(*device, own, decoded);
+          const std::vector<std::byte> bytes = decoded.bytes(), of_scales = own_nested.codes.bytes();
+          alone.insert(alone.end(), bytes.begin(), bytes.end());
+          scales.insert(scales.end(), of_scales.begin(), of_scales.end());
+        }
+        CHECK((codes.bytes() == scales));
+        CHECK((out.bytes() == alone));
+        CHECK((codes.guard_intact() && nested.guard_intact() && offset.guard_intact() && out.guard_intact()));
+      }
+    }
+  }
+}
+
 TEST_CASE("quantize_4bit chooses the nearest value in blocks of any size and length", "[kernels][quantize_4bit]") {
   for (Device* device : devices()) {
     for (const Format4Bit format : kFormats) {
@@ -426,7 +460,7 @@ TEST_CASE("4-bit ops refuse wrong arguments", "[kernels][quantize_4bit]") {
   CHECK(contains(nested({two, two, codes, one, one}), "quantize_absmax: map"));
   CHECK(contains(nested({two, map, half, one, one}), "quantize_absmax: codes"));
   CHECK(contains(nested({two, map, codes, two, one}), "quantize_absmax: nested_absmax"));
-  CHECK(contains(nested({two, map, codes, one, two}), "quantize_absmax: offset"));
+  CHECK(contains(nested({two, map, codes, one, ids}), "quantize_absmax: offset"));
   const auto decoded = [&](const Dequantize4Bit& a) { return internal_error([&] { dequantize_4bit(device, a); }); };
   CHECK(contains(decoded({.codes = two, .absmax = two, .out = x}), "dequantize_4bit: codes"));
   CHECK(contains(decoded({.codes = half, .absmax = one, .out = x}), "dequantize_4bit: absmax"));

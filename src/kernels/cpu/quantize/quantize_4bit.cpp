@@ -60,8 +60,30 @@ double total_of(const float* x, int64_t count) {
 // The scale of block `block` of a.
 float scale_of(const Dequantize4Bit& a, int64_t block) {
   if (a.absmax.dtype == DType::kF32) return a.absmax.as<float>()[block];
+  const int64_t P = a.offset.numel(), blocks = a.absmax.numel() / P, tensor = block / blocks;
+  const int64_t nested = tensor * (a.nested_absmax.numel() / P) + block % blocks / kNestedBlock;
   const float value = a.map.as<float>()[a.absmax.as<uint8_t>()[block]];
-  return value * a.nested_absmax.as<float>()[block / kNestedBlock] + *a.offset.as<float>();
+  return value * a.nested_absmax.as<float>()[nested] + a.offset.as<float>()[tensor];
+}
+
+void quantize_absmax_of_one(const QuantizeAbsmax& a) {
+  const int64_t count = a.absmax.numel();
+  const float *absmax = a.absmax.as<float>(), *map = a.map.as<float>();
+  const auto offset = static_cast<float>(total_of(absmax, count) / static_cast<double>(count));
+  *a.offset.as<float>() = offset;
+  std::vector<float> midpoints;
+  for (int64_t i = 1; i < a.map.numel(); ++i) midpoints.push_back(0.5f * (map[i - 1] + map[i]));
+  for (int64_t first = 0; first < count; first += kNestedBlock) {
+    const int64_t end = std::min(first + kNestedBlock, count);
+    float largest = 0;
+    for (int64_t i = first; i < end; ++i) largest = std::max(largest, std::abs(absmax[i] - offset));
+    a.nested_absmax.as<float>()[first / kNestedBlock] = largest;
+    const float inverse = inverse_of(largest);
+    for (int64_t i = first; i < end; ++i) {
+      const auto above = std::lower_bound(midpoints.begin(), midpoints.end(), (absmax[i] - offset) * inverse);
+      a.codes.as<uint8_t>()[i] = static_cast<uint8_t>(above - midpoints.begin());
+    }
+  }
 }
 
 }  // namespace
@@ -80,23 +102,13 @@ void quantize_4bit(Device&, const Quantize4Bit& a) {
 }
 
 void quantize_absmax(Device&, const QuantizeAbsmax& a) {
-  const int64_t count = a.absmax.numel();
-  const float *absmax = a.absmax.as<float>(), *map = a.map.as<float>();
-  const auto offset = static_cast<float>(total_of(absmax, count) / static_cast<double>(count));
-  *a.offset.as<float>() = offset;
-  std::vector<float> midpoints;
-  for (int64_t i = 1; i < a.map.numel(); ++i) midpoints.push_back(0.5f * (map[i - 1] + map[i]));
-  for (int64_t first = 0; first < count; first += kNestedBlock) {
-    const int64_t end = std::min(first + kNestedBlock, count);
-    float largest = 0;
-    for (int64_t i = first; i < end; ++i) largest = std::max(largest, std::abs(absmax[i] - offset));
-    a.nested_absmax.as<float>()[first / kNestedBlock] = largest;
-    const float inverse = inverse_of(largest);
-    for (int64_t i = first; i < end; ++i) {
-      const auto above = std::lower_bound(midpoints.begin(), midpoints.end(), (absmax[i] - offset) * inverse);
-      a.codes.as<uint8_t>()[i] = static_cast<uint8_t>(above - midpoints.begin());
+  const int64_t P = a.offset.numel();
+  parallel_for(P, 1, [&](int64_t begin, int64_t end) {
+    for (int64_t p = begin; p < end; ++p) {
+      const auto of_one = [&](const TensorView& t) { return t.rows(p * (t.numel() / P), t.numel() / P); };
+      quantize_absmax_of_one({of_one(a.absmax), a.map, of_one(a.codes), of_one(a.nested_absmax), of_one(a.offset)});
     }
-  }
+  });
 }
 
 void dequantize_4bit(Device&, const Dequantize4Bit& a) {

@@ -72,8 +72,10 @@ __global__ void __launch_bounds__(kThreads)
 
 constexpr int kMeanThreads = 1024;  // as many as the reference has sums
 
+// A block of threads for each of several means.
 __global__ void __launch_bounds__(kMeanThreads) mean_kernel(const float* x, int64_t count, float* mean) {
   __shared__ double sums[kMeanThreads];
+  x += blockIdx.x * count;
   double sum = 0;
 #pragma unroll 8
   for (int64_t i = threadIdx.x; i < count; i += kMeanThreads) sum += x[i];
@@ -82,19 +84,19 @@ __global__ void __launch_bounds__(kMeanThreads) mean_kernel(const float* x, int6
     __syncthreads();
     if (threadIdx.x < half) sums[threadIdx.x] += sums[threadIdx.x + half];
   }
-  if (threadIdx.x == 0) *mean = static_cast<float>(sums[0] / static_cast<double>(count));
+  if (threadIdx.x == 0) mean[blockIdx.x] = static_cast<float>(sums[0] / static_cast<double>(count));
 }
 
-// One block of threads for kNestedBlock scales.
+// One block of threads for kNestedBlock scales; the second axis is that of tensors.
 __global__ void __launch_bounds__(kNestedBlock)
     quantize_absmax_kernel(const float* absmax, int64_t count, const float* map, const float* offset,
                            uint8_t* codes, float* nested_absmax) {
   __shared__ float values[kNestedBlock], shared[kNestedBlock / kWarpSize];
-  const int64_t at = int64_t{blockIdx.x} * kNestedBlock + threadIdx.x;
+  const int64_t at = int64_t{blockIdx.x} * kNestedBlock + threadIdx.x, first = blockIdx.y * count;
   values[threadIdx.x] = map[threadIdx.x];
-  const float y = at < count ? __fsub_rn(absmax[at], *offset) : 0.0f;
+  const float y = at < count ? __fsub_rn(absmax[first + at], offset[blockIdx.y]) : 0.0f;
   const float largest = block_max<kNestedBlock>(fmaxf(fabsf(y), 0.0f), shared);  // which synchronises, too
-  if (threadIdx.x == 0) nested_absmax[blockIdx.x] = largest;
+  if (threadIdx.x == 0) nested_absmax[blockIdx.y * gridDim.x + blockIdx.x] = largest;
   if (at >= count) return;
   const float t = __fmul_rn(y, inverse_of(largest));
   int code = 0;  // midpoints below it are below t
@@ -103,7 +105,7 @@ __global__ void __launch_bounds__(kNestedBlock)
     const float midpoint = 0.5f * __fadd_rn(values[code + step - 1], values[code + step]);
     if (midpoint < t) code += step;
   }
-  codes[at] = static_cast<uint8_t>(code);
+  codes[first + at] = static_cast<uint8_t>(code);
 }
 
 // The scales of blocks, in either form.
@@ -146,7 +148,8 @@ __device__ inline uint32_t load_codes(const uint8_t* codes) {
   }
 }
 
-// Values and map lie in shared memory; 16 values lie in as many banks, so lanes never wait for each other.
+// Values and map lie in shared memory; 16 values lie in as many banks, so lanes never wait for each other. The
+// second axis of thread blocks is that of tensors, of `count` elements each.
 template <typename T, bool kWide, bool kNested>
 __global__ void __launch_bounds__(kThreads)
     dequantize_kernel(const uint8_t* codes, Scales<kNested> scales, const __grid_constant__ Values4Bit values,
@@ -154,6 +157,14 @@ __global__ void __launch_bounds__(kThreads)
   constexpr int kWidth = kPackElements<T, kWide>;
   constexpr int64_t kStride = int64_t{kThreads} * kWidth;
   __shared__ float value[16], map[kNested ? kNestedBlock : 1];
+  if constexpr (kNested) {
+    const int64_t tensor = blockIdx.y, blocks = count >> block_bits;  // whole ones if there are several tensors
+    codes += tensor * (count / 2);
+    out += tensor * count;
+    scales.absmax = static_cast<const uint8_t*>(scales.absmax) + tensor * blocks;
+    scales.nested_absmax += tensor * ((blocks + kNestedBlock - 1) / kNestedBlock);
+    scales.offset += tensor;
+  }
   if (threadIdx.x < 16) value[threadIdx.x] = values[threadIdx.x];
   if constexpr (kNested) map[threadIdx.x] = scales.map[threadIdx.x];
   const int64_t first = blockIdx.x * kPacks * kStride + int64_t{threadIdx.x} * kWidth;
@@ -211,11 +222,14 @@ Scales<kNested> scales_of(const Dequantize4Bit& a) {
 template <typename T, bool kNested>
 void launch_dequantize(const CudaDevice& device, const Dequantize4Bit& a) {
   const bool wide = is_aligned(a.out.data, 16) && is_aligned(a.codes.data, 4);
-  const int64_t width = wide ? kPackElements<T, true> : kPackElements<T, false>, N = a.out.numel();
-  launch(device, "dequantize_4bit",
-         wide ? dequantize_kernel<T, true, kNested> : dequantize_kernel<T, false, kNested>,
-         {ceil_div(N, int64_t{kThreads} * kPacks * width), kThreads}, a.codes.as<uint8_t>(), scales_of<kNested>(a),
-         values_of(a.format), a.out.as<T>(), N, std::countr_zero(static_cast<uint64_t>(a.block_size)));
+  const int64_t width = wide ? kPackElements<T, true> : kPackElements<T, false>;
+  const int64_t tensors = kNested ? a.offset.numel() : 1, N = a.out.numel() / tensors;
+  launch(
+      device, "dequantize_4bit", wide ? dequantize_kernel<T, true, kNested> : dequantize_kernel<T, false, kNested>,
+      {dim3(static_cast<unsigned>(ceil_div(N, int64_t{kThreads} * kPacks * width)), static_cast<unsigned>(tensors)),
+       kThreads},
+      a.codes.as<uint8_t>(), scales_of<kNested>(a), values_of(a.format), a.out.as<T>(), N,
+      std::countr_zero(static_cast<uint64_t>(a.block_size)));
 }
 
 }  // namespace
@@ -230,10 +244,12 @@ void quantize_4bit(Device& device, const Quantize4Bit& a) {
 
 void quantize_absmax(Device& any_device, const QuantizeAbsmax& a) {
   const CudaDevice& device = as_cuda(any_device);
-  const int64_t count = a.absmax.numel();
+  const int64_t tensors = a.offset.numel(), count = a.absmax.numel() / tensors;
   auto* const offset = a.offset.as<float>();
-  launch(device, "quantize_absmax", mean_kernel, {1, kMeanThreads}, a.absmax.as<float>(), count, offset);
-  launch(device, "quantize_absmax", quantize_absmax_kernel, {a.nested_absmax.numel(), kNestedBlock},
+  launch(device, "quantize_absmax", mean_kernel, {tensors, kMeanThreads}, a.absmax.as<float>(), count, offset);
+  launch(device, "quantize_absmax", quantize_absmax_kernel,
+         {dim3(static_cast<unsigned>(a.nested_absmax.numel() / tensors), static_cast<unsigned>(tensors)),
+          kNestedBlock},
          a.absmax.as<float>(), count, a.map.as<float>(), offset, a.codes.as<uint8_t>(),
          a.nested_absmax.as<float>());
 }

@@ -15,6 +15,20 @@ void check_block_size(std::string_view op, int64_t size) {
                  kLargestBlock4Bit);
 }
 
+// Scales in 8 bits of P tensors; returns P.
+int64_t check_nested(std::string_view op, const TensorView& map, const TensorView& nested_absmax,
+                     const TensorView& offset, int64_t blocks) {
+  const int64_t P = offset.numel();
+  check_tensor(op, "map", map, {static_cast<int64_t>(DynamicMap().size())}, {DType::kF32});
+  check_tensor(op, "offset", offset, {P}, {DType::kF32});
+  if (P < 1 || P > kMostTensors4Bit || blocks % P != 0) {
+    throw_internal("{}: offset is {}, and {} blocks are wanted of as many tensors, at most {}", op,
+                   describe(offset), blocks, kMostTensors4Bit);
+  }
+  check_tensor(op, "nested_absmax", nested_absmax, {P * ceil_div(blocks / P, kNestedBlock)}, {DType::kF32});
+  return P;
+}
+
 }  // namespace
 
 void quantize_4bit(Device& device, const Quantize4Bit& a) {
@@ -30,10 +44,8 @@ void quantize_4bit(Device& device, const Quantize4Bit& a) {
 void quantize_absmax(Device& device, const QuantizeAbsmax& a) {
   const int64_t B = a.absmax.numel();
   check_tensor("quantize_absmax", "absmax", a.absmax, {B}, {DType::kF32});
-  check_tensor("quantize_absmax", "map", a.map, {static_cast<int64_t>(DynamicMap().size())}, {DType::kF32});
   check_tensor("quantize_absmax", "codes", a.codes, {B}, {DType::kU8});
-  check_tensor("quantize_absmax", "nested_absmax", a.nested_absmax, {ceil_div(B, kNestedBlock)}, {DType::kF32});
-  check_tensor("quantize_absmax", "offset", a.offset, {1}, {DType::kF32});
+  check_nested("quantize_absmax", a.map, a.nested_absmax, a.offset, B);
   if (B == 0) return;
   PARKA_DISPATCH(quantize_absmax, device, a);
 }
@@ -44,9 +56,10 @@ void dequantize_4bit(Device& device, const Dequantize4Bit& a) {
   check_tensor("dequantize_4bit", "codes", a.codes, {ceil_div(N, 2)}, {DType::kU8});
   check_tensor("dequantize_4bit", "absmax", a.absmax, {B}, {DType::kF32, DType::kU8});
   if (a.absmax.dtype == DType::kU8) {
-    check_tensor("dequantize_4bit", "map", a.map, {static_cast<int64_t>(DynamicMap().size())}, {DType::kF32});
-    check_tensor("dequantize_4bit", "nested_absmax", a.nested_absmax, {ceil_div(B, kNestedBlock)}, {DType::kF32});
-    check_tensor("dequantize_4bit", "offset", a.offset, {1}, {DType::kF32});
+    const int64_t P = check_nested("dequantize_4bit", a.map, a.nested_absmax, a.offset, B);
+    if (P > 1 && N != B * a.block_size) {
+      throw_internal("dequantize_4bit: {} elements are no whole blocks of {} of {} tensors", N, a.block_size, P);
+    }
   } else if (!a.map.empty() || !a.nested_absmax.empty() || !a.offset.empty()) {
     throw_internal("dequantize_4bit: absmax is fp32, so map, nested_absmax and offset have no use");
   }
