@@ -10,11 +10,15 @@
 namespace parka {
 namespace {
 
-constexpr int64_t kBlock = 64;  // bitsandbytes' default
-
 Format4Bit format_of(BaseFormat base) {
   PARKA_REQUIRE(is_4bit(base));
   return base == BaseFormat::kNf4 ? Format4Bit::kNf4 : Format4Bit::kFp4;
+}
+
+// That a weight has in 4 bits, each with scales of its own: gate, up and down of each expert, as bitsandbytes has
+// them. q, k and v are one.
+int64_t num_matrices(const ParameterInfo& p) {
+  return p.role == ParameterRole::kExperts ? static_cast<int64_t>(p.fused_rows.size()) : 1;
 }
 
 }  // namespace
@@ -30,19 +34,20 @@ CodedWeights::CodedWeights(const std::vector<ParameterInfo>& parameters, DType c
     largest = std::max(largest, p.numel());
     if (!is_4bit(p.base)) continue;
     largest_4bit = std::max(largest_4bit, p.numel());
-    const int64_t blocks = ceil_div(p.numel(), kBlock);
+    const int64_t blocks = ceil_div(p.numel(), kBlock4Bit), matrices = num_matrices(p);
     ids_[i].codes = plan.add(kCategory, p.name + ".codes", DType::kU8, {ceil_div(p.numel(), 2)});
     ids_[i].absmax = plan.add(kCategory, p.name + ".absmax", DType::kU8, {blocks});
-    ids_[i].nested_absmax =
-        plan.add(kCategory, p.name + ".nested_absmax", DType::kF32, {ceil_div(blocks, kNestedBlock)});
-    ids_[i].offset = plan.add(kCategory, p.name + ".offset", DType::kF32, {1});
+    ids_[i].nested_absmax = plan.add(kCategory, p.name + ".nested_absmax", DType::kF32,
+                                     {matrices * ceil_div(blocks / matrices, kNestedBlock)});
+    ids_[i].offset = plan.add(kCategory, p.name + ".offset", DType::kF32, {matrices});
   }
   if (largest == 0) return;
   buffer_id_ = plan.add("workspace", "decoded_weight", compute, {largest}, buffer_phases);
   if (largest_4bit == 0) return;
   map_id_ = plan.add(kCategory, "absmax_map", DType::kF32, {static_cast<int64_t>(dynamic_map().size())});
   // Weights come in between steps, when evaluation's memory is free.
-  absmax_id_ = plan.add("workspace", "weight_absmax", DType::kF32, {ceil_div(largest_4bit, kBlock)}, kEvaluation);
+  absmax_id_ =
+      plan.add("workspace", "weight_absmax", DType::kF32, {ceil_div(largest_4bit, kBlock4Bit)}, kEvaluation);
 }
 
 void CodedWeights::bind(const Arena& arena) {
@@ -85,7 +90,7 @@ void CodedWeights::encode(Device& device, size_t i) const {
                          .codes = codes.codes,
                          .absmax = absmax,
                          .format = format_of(p.base),
-                         .block_size = kBlock});
+                         .block_size = kBlock4Bit});
   quantize_absmax(device, {.absmax = absmax,
                            .map = map_,
                            .codes = codes.absmax,
@@ -104,7 +109,7 @@ TensorView CodedWeights::decode(Device& device, size_t i) const {
                            .offset = codes.offset,
                            .out = out.reshaped({p.numel()}),
                            .format = format_of(p.base),
-                           .block_size = kBlock});
+                           .block_size = kBlock4Bit});
   return out;
 }
 

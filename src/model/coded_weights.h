@@ -12,6 +12,8 @@
 
 namespace parka {
 
+inline constexpr int64_t kBlock4Bit = 64;  // bitsandbytes' default
+
 // A tensor that a coded weight is stored in.
 struct CodeTensor {
   std::string_view suffix;  // of its name, after that of the weight: ".codes"
@@ -23,7 +25,8 @@ struct CodeTensor {
 // staged there before it is encoded, and decoded to there before a GEMM reads it.
 //
 // 4 bits are bitsandbytes' NF4 and FP4 with double quantization (kernels/ops/quantize/quantize_4bit.h): blocks of
-// 64 elements of the flat weight, scales in 8 bits, 0.516 bytes for an element.
+// 64 elements of the flat weight, scales in 8 bits, 0.516 bytes for an element. Each matrix of an expert has scales
+// of its own, and a multiple of 64 elements.
 class CodedWeights {
  public:
   // Declares category "coded weights", and the buffer ("workspace"), alive in `buffer_phases`, if any is coded.

@@ -117,7 +117,8 @@ void apply_rules(std::vector<ParameterInfo>& parameters, const ParameterRules& r
   for (ParameterInfo& p : parameters) {
     p.quantized = !is_unquantized(rules.unquantized, p);
     const bool keeps_weight = rules.base == BaseFormat::kFp8 && !p.quantized;
-    if (p.role == ParameterRole::kLinear && !p.trainable && !keeps_weight) p.base = rules.base;
+    const bool may_be_coded = p.role == ParameterRole::kLinear || p.role == ParameterRole::kExperts;
+    if (may_be_coded && !p.trainable && !keeps_weight) p.base = rules.base;
   }
   for (const std::string& pattern : rules.unquantized) {
     if (std::ranges::any_of(parameters, [&](const auto& p) { return is_unquantized({pattern}, p); })) continue;

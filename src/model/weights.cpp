@@ -382,11 +382,8 @@ void ModelWeights::find_amax(Device& device) const {
   device.fill_zero(amax_.data, amax_.bytes());
   for (size_t i = 0; i < own_.size(); ++i) {
     if (is_fp8_coded(i)) continue;  // its codes are made, and have their scale
-    if (is_stacked(i)) continue;
-    const TensorView weight = is_coded(i) ? operand(device, static_cast<int>(i)) : own_[i];
-    parka::amax(device, {.x = weight, .result = amax_of(i)});
+    find_amax(device, i, is_4bit_coded(i) ? operand(device, static_cast<int>(i)) : own_[i]);
   }
-  find_expert_amax(device);
 }
 
 void ModelWeights::find_expert_amax(Device& device) const {
@@ -396,13 +393,19 @@ void ModelWeights::find_expert_amax(Device& device) const {
   const TensorView stacked = amax_.rows(num_weights, num_stacked);
   device.fill_zero(stacked.data, stacked.bytes());
   for (size_t i = 0; i < own_.size(); ++i) {
-    if (!is_stacked(i) || own_[i].empty()) continue;
-    const ParameterInfo& p = parameters_[i];
-    parka::amax(device, {.x = own_[i],
-                         .result = amax_of(i),
-                         .part = p.numel() / p.num_stacked,
-                         .first = p.placement.states.own(p.numel()).begin});
+    if (is_stacked(i)) find_amax(device, i, own_[i]);
   }
+}
+
+void ModelWeights::find_amax(Device& device, size_t i, const TensorView& weight) const {
+  const ParameterInfo& p = parameters_[i];
+  Amax a = {.x = weight, .result = amax_of(i)};
+  if (is_stacked(i)) {
+    if (weight.empty()) return;
+    a.part = p.numel() / p.num_stacked;
+    a.first = is_coded(i) ? 0 : p.placement.states.own(p.numel()).begin;
+  }
+  parka::amax(device, a);
 }
 
 template <typename F>
@@ -498,7 +501,7 @@ void ModelWeights::encode(Device& device, int index) const {
   const TensorView weight = coded_.buffer(i), amax = amax_of(i);
   if (!amax.empty()) {
     device.fill_zero(amax.data, amax.bytes());
-    parka::amax(device, {.x = weight, .result = amax});
+    find_amax(device, i, weight);
   }
   quantize_whole(device, i, weight);
 }
@@ -508,7 +511,10 @@ TensorView ModelWeights::operand(Device& device, int index) const {
   if (is_4bit_coded(i)) return coded_.decode(device, i);
   if (!is_fp8_coded(i)) return plain_[i];
   const TensorView out = coded_.buffer(i);
-  parka::quantize(device, {.x = copies_[i].w, .out = out});
+  const int64_t n = parameters_[i].num_stacked;
+  for (int64_t e = 0; e < n; ++e) {
+    parka::quantize(device, {.x = matrix_of(copies_[i].w, e, n), .out = matrix_of(out, e, n)});
+  }
   return out;
 }
 

@@ -209,6 +209,8 @@ class ModelWeights {
   }
   bool has_changed(size_t i, Changed changed) const { return changed == Changed::kAll || parameters_[i].trainable; }
   bool is_in_host(size_t i) const { return parameters_[i].placement.memory == MemoryPlace::kHost; }
+  // Of this weight, in amax_of(), of which it has the elements of own(), or all if it is coded.
+  void find_amax(Device& device, size_t i, const TensorView& weight) const;
   void quantize_piece(Device& device, size_t i) const;
   void quantize_whole(Device& device, size_t i, const TensorView& weight) const;
   bool gathers_codes() const { return divides_ && formats_.has_tensor_scales(); }

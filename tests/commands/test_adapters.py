@@ -15,6 +15,9 @@ try:
 except ImportError:
     raise SystemExit(77)
 
+NF4 = np.array([-1, -0.69619, -0.52507, -0.39492, -0.28444, -0.18477, -0.09105, 0, 0.07958, 0.16093, 0.24611, 0.33792, 0.44071, 0.56262,
+                0.72296, 1])
+
 
 class Adapters(RunFolder):
     def run_ok(self, *arguments):
@@ -125,8 +128,6 @@ class Adapters(RunFolder):
         self.run_ok("generate", run, "--prompt-tokens", "1,2,3", "--tokens", "4", "--set", "device.kind=cpu")
 
         # What is exported is the decoded weights with the adapters: without these, in each block of 64 only values of NF4.
-        nf4 = np.array([-1, -0.69619, -0.52507, -0.39492, -0.28444, -0.18477, -0.09105, 0, 0.07958, 0.16093, 0.24611, 0.33792, 0.44071, 0.56262,
-                        0.72296, 1])
         self.run_ok("export", run, "--out", out, "--dtype", "fp32")
         self.run_ok("export", run, "--out", out + "_adapter", "--adapter")
         adapter = load_file(os.path.join(out + "_adapter", "adapter_model.safetensors"))
@@ -140,13 +141,67 @@ class Adapters(RunFolder):
             num_tested += 1
             product = adapter[factor + "lora_B.weight"].astype(np.float64) @ adapter[factor + "lora_A.weight"]
             self.assertGreater(np.abs(product).max(), 0)
-            decoded = (weight - 3 * product).ravel()
-            error = np.linalg.norm(decoded - base[name].ravel()) / np.linalg.norm(base[name])
-            self.assertTrue(0.05 < error < 0.15, error)
-            blocks = decoded[:decoded.size // 64 * 64].reshape(-1, 64)
-            fractions = blocks / np.abs(blocks).max(axis=1, keepdims=True)
-            self.assertLess(np.abs(fractions[..., None] - nf4).min(axis=-1).max(), 0.01)
+            self.assert_nf4(weight - 3 * product, base[name])
         self.assertGreater(num_tested, 1)
+
+    def test_adapters_beside_experts(self):
+        attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        for family, method, targets in (("qwen3_moe_gqa", "qlora", attention), ("olmoe_mha", "lora", attention),
+                                        ("dots1_groups", "lora", attention + ["gate_proj", "up_proj", "down_proj"])):
+            with self.subTest(family=family):
+                fixture = os.path.join(os.path.dirname(FIXTURE), family)
+                model, run, out = (self.path(f"{family}_{name}") for name in ("model", "run", "out"))
+                self.run_ok("import", fixture, "--finetune", method, "--out", model)
+                with open(os.path.join(fixture, "config.json"), encoding="utf-8") as file:
+                    vocab = json.load(file)["vocab_size"]
+                for name, seed in (("tokens", 5), ("held_out", 6)):
+                    write_tokens(self.path(name + ".npy"), 2000, seed, vocab)
+                settings = {"data.train": json.dumps([self.path("tokens.npy")]), "data.eval": json.dumps([self.path("held_out.npy")]),
+                            "data.sequence_length": 16, "checkpoint.folder": run, "device.kind": "cpu", "precision.recipe": "fp32",
+                            "optimizer.gradient": "fp32", "optimizer.master": "none", "optimizer.lr": 1e-2,
+                            "optimizer.schedule.warmup_steps": 0, "training.global_batch_size": 4, "training.micro_batch_size": 2,
+                            "training.eval_interval": 0}
+                train = ["train", os.path.join(model, "config.json"), *(f"--set={key}={value}" for key, value in settings.items())]
+                self.run_ok(*train, "--set=training.steps=2")
+                self.assertIn("resuming from", self.run_ok(*train, "--set=training.steps=4"))
+                self.run_ok("export", run, "--out", out, "--dtype", "fp32")
+                self.run_ok("export", run, "--out", out + "_adapter", "--adapter")
+                with open(os.path.join(out + "_adapter", "adapter_config.json"), encoding="utf-8") as file:
+                    self.assertEqual(json.load(file)["target_modules"], targets)
+                adapter = load_file(os.path.join(out + "_adapter", "adapter_model.safetensors"))
+                self.assertFalse([name for name in adapter if ".experts." in name or ".mlp.gate." in name])
+                self.run_ok("export", model, "--out", out + "_base", "--dtype", "fp32")
+                merged, base = (load_file(os.path.join(folder, "model.safetensors")) for folder in (out, out + "_base"))
+                self.assertEqual(merged.keys(), base.keys())
+                for name, weight in merged.items():
+                    factor, want = "base_model.model." + name.removesuffix("weight"), base[name].astype(np.float64)
+                    decoded = weight.astype(np.float64)
+                    if any(name.endswith(f".{target}.weight") for target in targets) and ".experts." not in name:
+                        decoded = decoded - 2 * adapter.pop(factor + "lora_B.weight") @ adapter.pop(factor + "lora_A.weight").astype(np.float64)
+                        self.assertGreater(np.abs(decoded - weight).max(), 0)
+                    if method == "qlora" and ".experts." in name:
+                        self.assert_nf4(decoded, want)
+                    elif method == "lora" or "proj" not in name:
+                        np.testing.assert_allclose(decoded, want, rtol=0, atol=1e-6, err_msg=name)
+                self.assertFalse(adapter)
+                # The whole model, and peft's files beside the base, are what the run is.
+                self.run_ok("import", out, "--out", out + "_whole")
+                models = [run, out + "_whole"]
+                if method == "lora":
+                    self.run_ok("import", out + "_adapter", "--base", model, "--out", out + "_again")
+                    models.append(out + "_again")
+                losses = [json.loads(parka("eval", one, "--data", self.path("held_out.npy"), "--json", "--set", "data.sequence_length=16", "--set",
+                                           "precision.recipe=fp32").stdout)["loss"] for one in models]
+                for loss in losses[1:]:
+                    self.assertAlmostEqual(loss, losses[0], places=5)
+
+    def assert_nf4(self, decoded, weight):
+        """A matrix of which each block of 64 has values of NF4 alone, times a scale."""
+        error = np.linalg.norm(decoded - weight) / np.linalg.norm(weight)
+        self.assertTrue(0.05 < error < 0.15, error)
+        blocks = decoded.ravel()[:decoded.size // 64 * 64].reshape(-1, 64)
+        fractions = blocks / np.abs(blocks).max(axis=1, keepdims=True)
+        self.assertLess(np.abs(fractions[..., None] - NF4).min(axis=-1).max(), 0.01)
 
     def test_adapters_come_from_their_base_wherever_they_are_read(self):
         here, other, moved = (os.path.join(self.folder, name) for name in ("here", "other", "moved"))

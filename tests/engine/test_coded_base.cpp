@@ -129,11 +129,16 @@ TEST_CASE("a checkpoint of a run beside codes holds adapters alone, and goes on 
 }
 
 TEST_CASE("weights are read as codes have them, with their adapters added", "[engine][coded]") {
-  for (const auto& [recipe, base] :
-       {std::pair("fp32", BaseFormat::kNf4), {"bf16", BaseFormat::kFp4}, {"parka", BaseFormat::kFp8}}) {
-    CAPTURE(recipe);
+  for (const auto& [recipe, base, experts] : {std::tuple("fp32", BaseFormat::kNf4, 0),
+                                              {"bf16", BaseFormat::kFp4, 0},
+                                              {"parka", BaseFormat::kFp8, 0},
+                                              {"bf16", BaseFormat::kNf4, 5},
+                                              {"parka", BaseFormat::kFp8, 5}}) {
+    CAPTURE(recipe, experts);
     const TemporaryFolder folder;
-    const Config plain = base_config(folder, recipe), config = with_adapters(plain, base);
+    Config plain = base_config(folder, recipe);
+    if (experts > 0) plain.model.moe = {.num_experts = experts, .experts_per_token = 2, .shared_width = 48};
+    const Config config = with_adapters(plain, base);
     const LoadedCheckpoint source = make_base(plain);
     const auto device = make_cpu_device();
     TrainingRun run(config, *device, alone());
@@ -142,12 +147,15 @@ TEST_CASE("weights are read as codes have them, with their adapters added", "[en
     const LoadedCheckpoint checkpoint = open_checkpoint(config.checkpoint.folder);
     const ParameterTable table = make_parameter_table(config.model, false);
     const CheckpointWeights merged(checkpoint, table.all, lora_adapters(config)), stored(source, table.all);
-    for (const char* name : {"blocks.1.qkv", "blocks.3.up_gate", "blocks.0.down", "head", "blocks.2.ffn_norm"}) {
+    for (const char* name :
+         {"blocks.1.qkv", "blocks.3.up_gate", "blocks.0.down", "head", "blocks.2.ffn_norm", "blocks.1.router",
+          "blocks.1.experts.up_gate", "blocks.3.experts.down", "blocks.3.shared.down"}) {
       CAPTURE(name);
+      if (table.index_of(name) < 0) continue;
       const ParameterInfo& p = table.all[static_cast<size_t>(table.index_of(name))];
       const ElementRange all = {0, p.numel()}, part = {p.numel() / 3, p.numel() / 2};
       const std::vector<float> values = stored.read(p, all, WeightForm::kCompute);
-      const bool is_linear = p.role == ParameterRole::kLinear;
+      const bool is_linear = p.is_of_block();
       const std::vector<float> want = is_linear ? coded_values(p, base, config.precision, values) : values;
       CHECK((want != values) == is_linear);
       CHECK(merged.read(p, all, WeightForm::kCompute) == want);
@@ -177,6 +185,11 @@ TEST_CASE("a base in codes is refused by name where it has no meaning", "[engine
   const auto none = [](Config&) {};
   CHECK(refused("bf16", BaseFormat::kNf4, none).empty());
   CHECK(refused("parka", BaseFormat::kNf4, [](Config& c) { c.telemetry.interval = 1; }).empty());
+  CHECK(refused("bf16", BaseFormat::kNf4, [](Config& c) {
+          c.model.moe = {.num_experts = 4, .experts_per_token = 2};
+          c.model.d_ffn = 81;
+          c.finetune.targets = {"q_proj"};
+        }).starts_with("finetune.base = nf4"));
   CHECK(refused("parka", BaseFormat::kFp8, none).empty());
   CHECK(refused("bf16", BaseFormat::kNf4, [](Config& c) {
           c.finetune.method = FinetuneMethod::kFull;

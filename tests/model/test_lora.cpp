@@ -55,6 +55,48 @@ TEST_CASE("fp32 loss and gradients of adapters equal torch's", "[model][lora]") 
   }
 }
 
+// Adapters that with the base together are the fixture's model: so B A is taken off the base, and the gradients of
+// A and B follow from that of the weight, which transformers computed.
+TEST_CASE("fp32 loss and gradients of adapters beside experts equal transformers'", "[model][lora][moe]") {
+  for (const char* name : kMoeFixtures) {
+    Fixture base = load_fixture(name), lora = base;
+    LoraRules rules = {3, 2.5, {"q_proj", "k_proj", "v_proj", "o_proj"}};
+    if (base.config.moe.shared_width > 0) rules.targets = kFixtureRules.targets;
+    const ParameterTable table = make_parameter_table(base.config, false, {.lora = rules});
+    for (const LoraAdapter& adapter : table.adapters) {
+      const ParameterInfo &in = table.all[adapter.in], &out = table.all[adapter.out];
+      const std::vector<float>& a = lora.tensors["weight/" + in.name] = random_normal(in.numel(), adapter.in, 0.2f);
+      const std::vector<float>& b = lora.tensors["weight/" + out.name] =
+          random_normal(out.numel(), adapter.out, 0.2f);
+      const std::vector<float>& d_weight = lora.tensors.at("grad/" + adapter.layer);
+      std::vector<float>& weight = base.tensors.at("weight/" + adapter.layer);
+      std::vector<double> d_a(a.size()), d_b(b.size());
+      for (int64_t row = 0; row < out.rows; ++row) {
+        for (int64_t col = 0; col < in.cols; ++col) {
+          const int64_t at = (adapter.first_row + row) * in.cols + col;
+          double sum = 0;
+          for (int64_t r = 0; r < rules.rank; ++r) {
+            sum += double{b[row * rules.rank + r]} * a[r * in.cols + col];
+            d_a[r * in.cols + col] += rules.scale * d_weight[at] * b[row * rules.rank + r];
+            d_b[row * rules.rank + r] += rules.scale * d_weight[at] * a[r * in.cols + col];
+          }
+          weight[at] = static_cast<float>(weight[at] - rules.scale * sum);
+        }
+      }
+      lora.tensors["grad/" + in.name] = {d_a.begin(), d_a.end()};
+      lora.tensors["grad/" + out.name] = {d_b.begin(), d_b.end()};
+    }
+    for (Device* device : devices()) {
+      CAPTURE(name, device->name());
+      const PrecisionConfig precision = precision_recipe(Recipe::kFp32);
+      AdaptedModel m(base.config, precision, base.shape, *device, rules);
+      m.load(base, &lora);
+      CHECK(std::abs(m.backward(lora) - base.tensors.at("loss")[0]) < 1e-5);
+      CHECK(worst_error(m, lora) < 1e-4);
+    }
+  }
+}
+
 TEST_CASE("gradients of adapters in bf16 and beside FP8 layers stay near those in fp32", "[model][lora]") {
   ModelConfig config;
   config.vocab_size = 80;

@@ -128,15 +128,20 @@ std::vector<float> CheckpointWeights::read_whole(const ParameterInfo& parameter,
   return all;
 }
 
-const std::vector<float>& CheckpointWeights::read_coded(const ParameterInfo& parameter) const {
-  if (coded_name_ == parameter.name) return coded_values_;
-  std::vector<float> values(static_cast<size_t>(parameter.numel()));
-  read_stored(parameter, {0, parameter.numel()}, WeightForm::kCompute,
+const std::vector<float>& CheckpointWeights::read_coded(const ParameterInfo& parameter, int64_t expert) const {
+  if (coded_ == std::pair(parameter.name, expert)) return coded_values_;
+  ParameterInfo one = parameter;
+  one.rows /= parameter.num_stacked;
+  one.fused_rows.resize(parameter.fused_rows.size() / static_cast<size_t>(parameter.num_stacked));
+  one.num_stacked = 1;
+  const int64_t first = expert * one.numel();
+  std::vector<float> values(static_cast<size_t>(one.numel()));
+  read_stored(parameter, {first, first + one.numel()}, WeightForm::kCompute,
               [&](int64_t first_element, std::span<const float> part) {
-                std::copy(part.begin(), part.end(), values.begin() + first_element);
+                std::copy(part.begin(), part.end(), values.begin() + (first_element - first));
               });
-  coded_values_ = coded_values(parameter, adapters_.base, adapters_.precision, values);
-  coded_name_ = parameter.name;
+  coded_values_ = coded_values(one, adapters_.base, adapters_.precision, values);
+  coded_ = {parameter.name, expert};
   return coded_values_;
 }
 
@@ -146,10 +151,12 @@ void CheckpointWeights::read_base(const ParameterInfo& parameter, ElementRange r
     read_stored(parameter, range, form, callback);
     return;
   }
-  const std::span<const float> values = read_coded(parameter);
-  for (int64_t begin = range.begin; begin < range.end; begin += kMaxElements) {
-    const int64_t count = std::min(kMaxElements, range.end - begin);
-    callback(begin, values.subspan(static_cast<size_t>(begin), static_cast<size_t>(count)));
+  const int64_t size = parameter.numel() / parameter.num_stacked;
+  for (int64_t begin = range.begin, end = 0; begin < range.end; begin = end) {
+    const int64_t expert = begin / size;
+    end = std::min({begin + kMaxElements, range.end, (expert + 1) * size});
+    const std::span<const float> values = read_coded(parameter, expert);
+    callback(begin, values.subspan(static_cast<size_t>(begin - expert * size), static_cast<size_t>(end - begin)));
   }
 }
 

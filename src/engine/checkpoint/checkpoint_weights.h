@@ -3,6 +3,7 @@
 #include <functional>
 #include <span>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "core/parameter.h"
@@ -58,11 +59,12 @@ class CheckpointWeights {
   void read_base(const ParameterInfo& parameter, ElementRange range, WeightForm form,
                  const Callback& callback) const;
   bool is_coded(const ParameterInfo& parameter) const {
-    if (adapters_.base == BaseFormat::kCompute || parameter.role != ParameterRole::kLinear) return false;
+    const bool may_be = parameter.role == ParameterRole::kLinear || parameter.role == ParameterRole::kExperts;
+    if (adapters_.base == BaseFormat::kCompute || !may_be) return false;
     return adapters_.base != BaseFormat::kFp8 || !is_unquantized(adapters_.precision.unquantized, parameter);
   }
-  // The values of a quantized weight; those of the last one are kept.
-  const std::vector<float>& read_coded(const ParameterInfo& parameter) const;
+  // The values of a quantized weight, of one expert where it has several; those of the last one are kept.
+  const std::vector<float>& read_coded(const ParameterInfo& parameter, int64_t expert) const;
   void read_stored(const ParameterInfo& parameter, ElementRange range, WeightForm form,
                    const Callback& callback) const;
   std::vector<float> read_whole(const ParameterInfo& parameter, WeightForm form) const;
@@ -71,7 +73,7 @@ class CheckpointWeights {
 
   const LoadedCheckpoint& checkpoint_;
   CheckpointAdapters adapters_;
-  mutable std::string coded_name_;
+  mutable std::pair<std::string, int64_t> coded_;  // what coded_values_ are of
   mutable std::vector<float> coded_values_;
 };
 

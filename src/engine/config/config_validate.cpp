@@ -10,6 +10,7 @@
 #include "engine/files/file_io.h"
 #include "kernels/ops/quantize/quantize.h"
 #include "model/activation_offload.h"
+#include "model/coded_weights.h"
 #include "model/parameter_table.h"
 
 // Rules between fields. Each message names the keys with their values and says what to change.
@@ -136,45 +137,48 @@ void check_moe(const Config& c) {
   const auto of_feed_forward = [](const std::string& target) {
     return target == "gate_proj" || target == "up_proj" || target == "down_proj";
   };
-  check(c,
-        {{m.experts_per_token < 1 || m.experts_per_token > m.num_experts, "model.moe.experts_per_token",
-          "is not between 1 and model.moe.num_experts; set it"},
-         {m.experts_per_token == 1 && m.normalize_weights, "model.moe.normalize_weights",
-          "makes the weight of a single expert 1, so that its router has no gradient; use false, or more "
-          "experts_per_token"},
-         {m.groups_kept > m.groups, "model.moe.groups_kept", "is more than model.moe.groups; change one of them"},
-         {m.experts_per_token > m.groups_kept * per_group, "model.moe.experts_per_token",
-          "is more than the experts of groups_kept groups; change one of them"},
-         {m.groups > 1 && per_group < 2, "model.moe.groups", "leaves groups of one expert; use fewer"},
-         {m.dense_layers >= c.model.num_layers, "model.moe.dense_layers",
-          "leaves no block with experts; use fewer, or remove model.moe"},
-         {(m.dense_layers > 0) != (m.dense_width > 0), "model.moe.dense_width",
-          "and model.moe.dense_layers go together: set both, or neither"},
-         {c.precision.gemm == GemmPrecision::kFp8Block, "precision.gemm",
-          "does not go with model.moe yet; use fp8_tensor or compute"},
-         {c.model.norm_placement == NormPlacement::kAfter, "model.norm_placement",
-          "does not go with model.moe yet; use before or both"},
-         {c.distributed.zero_stage == 3 && (m.dense_layers > 0 || m.correction_bias), "distributed.zero_stage",
-          "does not go with model.moe.dense_layers or correction_bias yet; use 2 or less"},
-         {c.precision.offload_weights, "precision.offload_weights", "does not go with model.moe yet; use false"},
-         {f.method == FinetuneMethod::kQst, "finetune.method", "does not go with model.moe yet; use full or lora"},
-         {is_divided && lora, "finetune.method", "does not go with distributed.expert_parallel yet; use full"},
-         {is_divided && !c.evaluation.tasks.empty(), "evaluation.tasks",
-          "does not go with distributed.expert_parallel; evaluate tasks with `parka eval`, which has all experts"},
-         {is_divided &&
-              m.num_experts / c.distributed.expert_parallel * c.model.d_model * c.model.d_ffn % Shard::kGroup != 0,
-          "distributed.expert_parallel", "leaves each rank weights that are no multiple of 128; use fewer ranks"},
-         {c.model.vision.exists(), "model.vision.tower", "does not go with model.moe yet; use tower = none"},
-         {t.router_bias_rate != 0 && !m.correction_bias, "training.router_bias_rate",
-          "moves nothing without model.moe.correction_bias; set that, or 0 here"},
-         {t.router_bias_rate != 0 && c.optimizer.release_gradients, "training.router_bias_rate",
-          "does not go with optimizer.release_gradients; use false there, or 0 here"},
-         {t.router_bias_rate != 0 && lora, "training.router_bias_rate",
-          "does not go with finetune.method = lora, which saves adapters alone; use 0"},
-         {lora && m.dense_layers == 0 && m.shared_width == 0 && std::ranges::any_of(f.targets, of_feed_forward),
-          "finetune.targets", "does not go with model.moe yet; use q_proj, k_proj, v_proj, and o_proj alone"},
-         {t.balance_loss == 0 && t.balance_form != BalanceForm::kPerBlock, "training.balance_form",
-          "has no meaning without training.balance_loss; set that, or per_block here"}});
+  check(
+      c,
+      {{m.experts_per_token < 1 || m.experts_per_token > m.num_experts, "model.moe.experts_per_token",
+        "is not between 1 and model.moe.num_experts; set it"},
+       {m.experts_per_token == 1 && m.normalize_weights, "model.moe.normalize_weights",
+        "makes the weight of a single expert 1, so that its router has no gradient; use false, or more "
+        "experts_per_token"},
+       {m.groups_kept > m.groups, "model.moe.groups_kept", "is more than model.moe.groups; change one of them"},
+       {m.experts_per_token > m.groups_kept * per_group, "model.moe.experts_per_token",
+        "is more than the experts of groups_kept groups; change one of them"},
+       {m.groups > 1 && per_group < 2, "model.moe.groups", "leaves groups of one expert; use fewer"},
+       {m.dense_layers >= c.model.num_layers, "model.moe.dense_layers",
+        "leaves no block with experts; use fewer, or remove model.moe"},
+       {(m.dense_layers > 0) != (m.dense_width > 0), "model.moe.dense_width",
+        "and model.moe.dense_layers go together: set both, or neither"},
+       {c.precision.gemm == GemmPrecision::kFp8Block, "precision.gemm",
+        "does not go with model.moe yet; use fp8_tensor or compute"},
+       {c.model.norm_placement == NormPlacement::kAfter, "model.norm_placement",
+        "does not go with model.moe yet; use before or both"},
+       {c.distributed.zero_stage == 3 && (m.dense_layers > 0 || m.correction_bias), "distributed.zero_stage",
+        "does not go with model.moe.dense_layers or correction_bias yet; use 2 or less"},
+       {c.precision.offload_weights, "precision.offload_weights", "does not go with model.moe yet; use false"},
+       {f.method == FinetuneMethod::kQst, "finetune.method", "does not go with model.moe yet; use full or lora"},
+       {is_divided && lora, "finetune.method", "does not go with distributed.expert_parallel yet; use full"},
+       {is_divided && !c.evaluation.tasks.empty(), "evaluation.tasks",
+        "does not go with distributed.expert_parallel; evaluate tasks with `parka eval`, which has all experts"},
+       {is_divided &&
+            m.num_experts / c.distributed.expert_parallel * c.model.d_model * c.model.d_ffn % Shard::kGroup != 0,
+        "distributed.expert_parallel", "leaves each rank weights that are no multiple of 128; use fewer ranks"},
+       {c.model.vision.exists(), "model.vision.tower", "does not go with model.moe yet; use tower = none"},
+       {t.router_bias_rate != 0 && !m.correction_bias, "training.router_bias_rate",
+        "moves nothing without model.moe.correction_bias; set that, or 0 here"},
+       {t.router_bias_rate != 0 && c.optimizer.release_gradients, "training.router_bias_rate",
+        "does not go with optimizer.release_gradients; use false there, or 0 here"},
+       {t.router_bias_rate != 0 && lora, "training.router_bias_rate",
+        "does not go with finetune.method = lora, which saves adapters alone; use 0"},
+       {lora && m.dense_layers == 0 && m.shared_width == 0 && std::ranges::any_of(f.targets, of_feed_forward),
+        "finetune.targets", "does not go with model.moe yet; use q_proj, k_proj, v_proj, and o_proj alone"},
+       {is_4bit(f.base) && c.model.d_model * c.model.d_ffn % kBlock4Bit != 0, "finetune.base",
+        "needs matrices of experts of a multiple of 64 elements, model.d_model * model.d_ffn; use compute or fp8"},
+       {t.balance_loss == 0 && t.balance_form != BalanceForm::kPerBlock, "training.balance_form",
+        "has no meaning without training.balance_loss; set that, or per_block here"}});
 }
 
 void check_vision(const Config& c) {
