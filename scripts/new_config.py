@@ -38,7 +38,6 @@ MODELS = {
             "moe": {"num_experts": 32, "experts_per_token": 8}} | LLAMA | {"tie_embeddings": False},
     "olmoe": CONFIGS / "olmoe-1b-7b.json",
 }
-CARDS = ("4090", "a100", "h100", "h200")
 VOCABULARY = 50304  # of the GPT-NeoX tokenizer, padded
 LEAST_STEPS = 1000
 MICRO_BATCHES = (32, 16, 8, 4, 2, 1)
@@ -53,8 +52,17 @@ def parka(*arguments: str) -> str:
     program = os.environ.get("PARKA_PROGRAM", "parka")
     result = subprocess.run([program, *arguments], capture_output=True, text=True, env=os.environ | {"PARKA_COMMAND": ""})
     if result.returncode != 0:
-        raise InputError(result.stderr.strip().removeprefix("parka: error: ") or f"{program} ended with exit code {result.returncode}")
+        told = result.stderr.strip().removeprefix("parka: error: ").removeprefix("command line: ").replace("--card:", "--gpu:")
+        raise InputError(told or f"{program} ended with exit code {result.returncode}")
     return result.stdout
+
+
+def parka_on(config: dict, command: str, *options: str) -> dict:
+    """The JSON that a command such as `plan` prints of the config."""
+    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
+        json.dump(config, file)
+        file.flush()
+        return json.loads(parka(*command.split(), file.name, *options))
 
 
 def model_of(given: str) -> dict:
@@ -72,30 +80,16 @@ def model_of(given: str) -> dict:
     return model
 
 
-def described(folder: Path | None) -> dict:
-    """The data.json of --data."""
-    if folder is None:
-        return {}
-    try:
-        return json.loads((folder / "data.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        raise InputError(f"--data {folder}: has no data.json of `parka prepare`; give a folder that it has made")
-
-
-def data_section(folder: Path | None, data: dict, length: int) -> dict:
-    if not data:
-        return {"train": [], "eval": [], "token_dtype": "uint16", "sequence_length": length}
-    section = {split: [str(folder / name) for name in data[split]["files"]] for split in ("train", "eval")}
-    section |= {"token_dtype": data["dtype"], "sequence_length": data.get("sequence_length", length)}
-    return section | ({"loss_mask": True, "documents": "separate"} if "chat" in data else {})
+def take_data(config: dict, folder: Path) -> None:
+    """What --data sets, and the vocabulary of the folder."""
+    data = parka_on(config, "config show", "--data", str(folder))["data"]
+    config["data"] = {key: data[key] for key in config["data"]} | ({"loss_mask": True, "documents": data["documents"]} if data["loss_mask"] else {})
+    description = json.loads((folder / "data.json").read_text(encoding="utf-8"))
+    config["model"]["vocab_size"] = description.get("padded_vocab_size", config["model"]["vocab_size"])
 
 
 def plan(config: dict, options: argparse.Namespace) -> dict:
-    """What `parka plan` says of the config."""
-    with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
-        json.dump(config, file)
-        file.flush()
-        return json.loads(parka("plan", file.name, "--gpus", str(options.gpus), "--card", options.gpu, "--json"))
+    return parka_on(config, "plan", "--gpus", str(options.gpus), "--card", options.gpu, "--json")
 
 
 def two_digits(value: float) -> float:
@@ -160,19 +154,21 @@ def commented(value: object, path: str = "", indent: str = "") -> str:
 
 def make(options: argparse.Namespace) -> tuple[dict, dict]:
     """The config and what is planned for it."""
-    data, model = described(options.data), model_of(options.model)
-    model["vocab_size"] = data.get("padded_vocab_size", model.get("vocab_size", VOCABULARY))
+    model = model_of(options.model)
+    model["vocab_size"] = model.get("vocab_size", VOCABULARY)
     config = {
         "model": model,
         "precision": {"recipe": options.recipe},
         "optimizer": {"kind": options.optimizer, "lr": 0.0, "beta2": 0.95, "weight_decay": 0.1, "decay_embeddings": False, "clip_norm": 1.0,
                       "schedule": {"kind": "cosine", "warmup_steps": "2%"}},
-        "data": data_section(options.data, data, options.sequence_length),
+        "data": {"train": [], "eval": [], "token_dtype": "uint16", "sequence_length": options.sequence_length},
         "training": {"steps": LEAST_STEPS, "global_batch_size": 1, "micro_batch_size": 1},
         "checkpoint": {"folder": f"runs/{options.out.stem}", "interval": 0, "keep": 3},
     }
     if "moe" in model and model["moe"].get("num_experts", 0) > 0:
         config["training"] |= {"balance_loss": two_digits(0.01 / model["num_layers"]), "router_z_loss": 0.001}
+    if options.data:
+        take_data(config, options.data)
     if options.gpus > 1:
         config["distributed"] = {"zero_stage": 1}
     return config, choose(config, options)
@@ -202,7 +198,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--model", required=True, metavar="NAME", help=f"{', '.join(MODELS)}, or a config or its folder")
     add("--tokens", required=True, type=float, metavar="N", help="tokens to train on, such as 10e9")
-    add("--gpu", required=True, choices=CARDS, help="the card to train on")
+    add("--gpu", required=True, metavar="CARD", help="the card to train on, such as h100: one that parka plan --card knows")
     add("--gpus", type=int, default=1, metavar="N", help="how many of them (default: 1)")
     add("--data", type=Path, metavar="FOLDER", help="folder of `parka prepare` (default: none yet)")
     add("--recipe", default="parka", help="number formats (default: parka)")

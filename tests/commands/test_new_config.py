@@ -77,9 +77,9 @@ class NewConfig(Folder):
         self.write("empty.json", "{}")
         for arguments, named in ((("--model", "nope"), "nope"), (("--model", "150m", "--out", "there.json"), "there.json"), (("--model", "empty.json", "--out", "x.json"), "empty.json"),
                                  (("--model", "150m", "--data", "nowhere"), "nowhere"), (("--model", "150m", "--gpus", "0"), "--gpus"),
-                                 (("--model", "150m", "--recipe", "fp7"), "fp7")):
+                                 (("--model", "150m", "--recipe", "fp7"), "fp7"), (("--model", "150m", "--gpu", "h1000"), "--gpu: ")):
             with self.subTest(arguments):
-                self.assertIn(named, self.new("--tokens", "1e9", "--gpu", "h100", *arguments, code=2))
+                self.assertIn(named, self.new("--tokens", "1e9", *(() if "--gpu" in arguments else ("--gpu", "h100")), *arguments, code=2))
         self.assertEqual(sorted(path.name for path in self.folder.iterdir()), ["empty.json", "there.json"])
 
 
