@@ -41,7 +41,7 @@ if command -v nvcc >/dev/null || [ -x /usr/local/cuda/bin/nvcc ]; then
 fi
 
 # The distribution's python3, whatever else is first on PATH: it is the one that python3-venv was installed for.
-if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c 'import jinja2, matplotlib, numpy, PIL, pyarrow, tokenizers, transformers, xxhash' 2>/dev/null; then
+if [ ! -x .venv/bin/python ] || ! .venv/bin/python -c 'import jinja2, matplotlib, numpy, PIL, prometheus_client, pyarrow, tensorboardX, tokenizers, transformers, xxhash' 2>/dev/null; then
   echo "setup.sh: making .venv for the Python scripts"
   /usr/bin/python3 -m venv .venv
   .venv/bin/python -m pip install --quiet --disable-pip-version-check -r scripts/requirements.txt

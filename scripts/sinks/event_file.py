@@ -1,77 +1,17 @@
-"""TensorBoard: an event file in DIR/NAME.
-
-An event file is a sequence of frames: length (uint64), its checksum, an Event in protobuf's encoding, its checksum. The
-checksum is CRC-32C, rotated and offset. Only the fields that scalars need are written (tensorboard/compat/proto/event.proto).
-"""
+"""TensorBoard: an event file in DIR/NAME."""
 import errno
 import fcntl
 import os
-import struct
 import time
 
+from python_packages import missing
 from run_metrics import fail
 
-from .scalars import WallTime, as_double, infinite, scalars
+from .scalars import WallTime, as_double, scalars
 
 # By these ends of their names the files of earlier exports are known.
 PREFIX, SUFFIX = "events.out.tfevents.", ".parka"
 OWNER = "run.parka"  # says which run folder they are of; who writes them has it locked
-
-
-def crc_table():
-    table = []
-    for byte in range(256):
-        for _ in range(8):
-            byte = byte >> 1 ^ (0x82F63B78 if byte & 1 else 0)
-        table.append(byte)
-    return table
-
-
-CRC_TABLE = crc_table()
-
-
-def masked_crc32c(data):
-    crc = 0xFFFFFFFF
-    for byte in data:
-        crc = CRC_TABLE[(crc ^ byte) & 0xFF] ^ crc >> 8
-    crc ^= 0xFFFFFFFF
-    return ((crc >> 15 | crc << 17) + 0xA282EAD8) & 0xFFFFFFFF
-
-
-def varint(value):
-    result = bytearray()
-    while value > 0x7F:
-        result.append(value & 0x7F | 0x80)
-        value >>= 7
-    return bytes([*result, value])
-
-
-def field(number, data):
-    """A field of bytes: a string or a message."""
-    return varint(number << 3 | 2) + varint(len(data)) + data
-
-
-def event(wall_time, step, *fields):
-    return b"\x09" + struct.pack("<d", wall_time) + b"\x10" + varint(step) + b"".join(fields)
-
-
-def fp32(value):
-    """TensorBoard has a place for infinities in a chart, beside its axis, as for what is not a number."""
-    value = as_double(value)
-    try:
-        return struct.pack("<f", value)
-    except OverflowError:
-        return struct.pack("<f", infinite(value))
-
-
-def summary(points):
-    """Event.summary with a Value of a tag and a simple_value for each point."""
-    return field(5, b"".join(field(1, field(1, tag.encode()) + b"\x15" + fp32(value)) for tag, value in points))
-
-
-def frame(data):
-    length = struct.pack("<Q", len(data))
-    return length + struct.pack("<I", masked_crc32c(length)) + data + struct.pack("<I", masked_crc32c(data))
 
 
 class EventFile:
@@ -79,6 +19,12 @@ class EventFile:
     the one before when flush() is first called."""
 
     def __init__(self, folder, name, run):
+        try:
+            from tensorboardX.proto import event_pb2
+            from tensorboardX.record_writer import RecordWriter
+        except ImportError:
+            fail(f"--tensorboard: {missing('tensorboardX')}")
+        self.proto, self.writer_of = event_pb2, RecordWriter
         self.folder = os.path.join(folder, name)
         os.makedirs(self.folder, exist_ok=True)
         self.claim(os.fsencode(os.path.realpath(run)))
@@ -107,29 +53,33 @@ class EventFile:
 
     def begin(self):
         self.close()
-        self.file, self.is_draft, self.clock = open(self.draft, "wb"), True, WallTime()
+        self.file, self.is_draft, self.clock = self.writer_of(self.draft), True, WallTime()
         self.is_empty = True
+
+    def add_event(self, wall_time, step=0, **content):
+        self.file.write(self.proto.Event(wall_time=wall_time, step=step, **content).SerializeToString())
 
     def add(self, records):
         for record in records:
             wall_time = self.clock.of(record)
             if self.is_empty:
                 # A TensorBoard that is running has read the file before: the start of a session at step 0 makes it forget.
-                self.file.write(frame(event(wall_time, 0, field(3, b"brain.Event:2"))))
-                self.file.write(frame(event(wall_time, 0, field(7, b"\x08\x01"))))
+                self.add_event(wall_time, file_version="brain.Event:2")
+                self.add_event(wall_time, session_log={"status": self.proto.SessionLog.START})
                 self.is_empty = False
-            points = scalars(record)
+            points = [{"tag": tag, "simple_value": as_double(value)} for tag, value in scalars(record)]
             if points:
-                self.file.write(frame(event(wall_time, record["step"], summary(points))))
+                self.add_event(wall_time, record["step"], summary={"value": points})
 
     def flush(self):
         self.file.flush()
-        if not self.is_draft and os.fstat(self.file.fileno()).st_nlink == 0:
+        if not self.is_draft and not os.path.exists(self.path):
             raise OSError(errno.ENOENT, "the file was removed while it was written; start again", self.folder)
         if self.is_draft and not self.is_empty:
             earlier = [name for name in os.listdir(self.folder) if name.startswith(PREFIX) and name.endswith(SUFFIX)]
             # A new name each time: a TensorBoard that is running would read on in the old file.
-            os.replace(self.draft, os.path.join(self.folder, f"{PREFIX}{time.time_ns()}{SUFFIX}"))
+            self.path = os.path.join(self.folder, f"{PREFIX}{time.time_ns()}{SUFFIX}")
+            os.replace(self.draft, self.path)
             self.is_draft = False
             for name in earlier:
                 os.remove(os.path.join(self.folder, name))

