@@ -24,7 +24,7 @@ FROM ${RUN_IMAGE}
 COPY --from=build /packages/parka_*.deb /packages/
 # hadolint ignore=DL3008
 RUN apt-get update \
-  && apt-get install -y --no-install-recommends /packages/parka_*.deb openmpi-bin openssh-client python3-venv \
+  && apt-get install -y --no-install-recommends /packages/parka_*.deb python3-venv \
   && rm -rf /var/lib/apt/lists/* /packages \
   && python3 -m venv /opt/parka \
   && /opt/parka/bin/pip install --no-cache-dir -r /usr/share/parka/scripts/requirements.txt \

@@ -2,7 +2,7 @@
 include(GNUInstallDirs)
 set(CMAKE_SKIP_INSTALL_ALL_DEPENDENCY ON)  # tests need not be built
 
-# Libraries of MPI and CUDA are found where they were when it was built.
+# Libraries of CUDA are found where they were when it was built.
 set_target_properties(parka PROPERTIES INSTALL_RPATH_USE_LINK_PATH ON)
 install(TARGETS parka)
 
@@ -32,5 +32,4 @@ set(CPACK_DEBIAN_FILE_NAME DEB-DEFAULT)
 set(CPACK_DEBIAN_PACKAGE_SECTION science)
 set(CPACK_DEBIAN_PACKAGE_SHLIBDEPS ON)
 set(CPACK_DEBIAN_PACKAGE_RECOMMENDS "python3-venv")  # for the scripts
-set(CPACK_DEBIAN_PACKAGE_SUGGESTS "openmpi-bin")     # for several ranks
 include(CPack)

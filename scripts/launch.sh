@@ -3,9 +3,8 @@
 # the newest good checkpoint.
 #   scripts/launch.sh [-np N] [--restarts K] [OPTIONS OF MPIRUN OR SRUN] -- PROGRAM ARGUMENTS
 #   scripts/launch.sh -np 8 -- build/cuda/parka train configs/llama2-7b-parka.json
-# Uses srun inside a Slurm job and mpirun elsewhere; without either, parka starts its ranks itself (--ranks N). srun gets
-# --mpi=none unless the options say otherwise: the ranks then find each other over TCP. N is the number of ranks over all
-# hosts: by default the job's tasks under Slurm, else the GPUs of this host, else 1. K (default 3) is how often a lost run
+# Uses srun inside a Slurm job and mpirun elsewhere; without either, parka starts its ranks itself (--ranks N). On several
+# hosts mpirun needs -x MASTER_ADDR=HOST, that of rank 0. N is the number of ranks over all hosts: by default the job's tasks under Slurm, else the GPUs of this host, else 1. K (default 3) is how often a lost run
 # is started again.
 #
 # SIGTERM, SIGUSR1, SIGHUP and Ctrl-C to this script ask the ranks to save and stop; nothing is started again then. Ends with
@@ -37,7 +36,6 @@ fi
 # Until a rank answers SIGUSR1 it must not die of it: mpirun may then hang.
 program=(env --ignore-signal=USR1 "$@")
 if [ -n "$slurm" ]; then
-  [[ " ${options[*]}" == *" --mpi"* ]] || options=(--mpi=none "${options[@]}")
   # A rank that ends with an error takes the others with it, should they not notice by themselves.
   command=(srun --kill-on-bad-exit=1 ${ranks:+-n "$ranks"} "${options[@]}" "${program[@]}")
 elif command -v mpirun >/dev/null; then

@@ -14,7 +14,6 @@ cd "$(dirname "$0")/.."
 packages=(
   g++ cmake ninja-build ccache git
   libeigen3-dev libspdlog-dev libfmt-dev nlohmann-json3-dev libcli11-dev libxxhash-dev libsodium-dev catch2
-  libopenmpi-dev openmpi-bin
   python3 python3-venv
 )
 

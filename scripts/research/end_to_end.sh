@@ -6,8 +6,7 @@
 # By default all rows: 7b.1 7b.2 7b.4 7b.8 13b.2 13b.4 13b.8 30b.8. Memory is that of `parka plan`; rows for which this machine
 # has the GPUs are also run, with each of the two batches, unless --plan-only is given; --speed-only leaves out the paper's. The
 # limit is 80 by default. OUT gets plans and measurements as JSON, and the table, end_to_end.md. RECIPES names the recipes
-# (default "bf16 fp8_linear coat parka", as recipe_options.sh sets them), PARKA the program (default build/cuda/parka, else build/release/parka), MPIRUN
-# what starts several ranks (default mpirun).
+# (default "bf16 fp8_linear coat parka", as recipe_options.sh sets them), PARKA the program (default build/cuda/parka, else build/release/parka).
 set -euo pipefail
 . "$(dirname "$0")/../help.sh"
 cd "$(dirname "$0")/../.."
@@ -60,8 +59,8 @@ plan() {
 # bench NAME RANKS MICRO_BATCH: writes OUT/NAME.json and NAME.txt.
 bench() {
   local start=()
-  [ "$2" -eq 1 ] || start=("${MPIRUN:-mpirun}" -np "$2" --bind-to none)
-  "${start[@]}" "$parka" bench "${model[@]}" "${options[@]}" --set training.micro_batch_size="$3" \
+  [ "$2" -eq 1 ] || start=(--ranks "$2")
+  "$parka" bench "${start[@]}" "${model[@]}" "${options[@]}" --set training.micro_batch_size="$3" \
     --set training.global_batch_size=$(($2 * $3 * accumulation)) --steps 3 --json "$out/$1.json" > "$out/$1.txt"
 }
 

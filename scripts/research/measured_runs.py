@@ -15,7 +15,6 @@ from pathlib import Path
 
 SKIPPED_STEPS = 5  # at the start of a run: kernels are loaded, clocks rise
 TOKENS_AT_MOST = 1 << 24  # of a made-up file; a longer run goes through it again
-MPI_ENVIRONMENT = {"OMPI_ALLOW_RUN_AS_ROOT": "1", "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1"}
 
 
 def fail(message, code=2):
@@ -69,7 +68,7 @@ class RunParser(ScriptParser):
         self.add_argument("parka", type=Path, metavar="PARKA", help="the program")
         self.add_argument("config", type=Path, metavar="CONFIG")
         self.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="as for parka train")
-        self.add_argument("--ranks", type=positive, default=1, help="number of ranks; several are started by mpirun (default 1)")
+        self.add_argument("--ranks", type=positive, default=1, help="number of ranks; several are started by --ranks (default 1)")
         self.add_argument("--threads", type=positive, help="CPU threads, as for parka")
         self.add_argument("--json", type=report_file, required=True, metavar="OUT", help="file for command, date and figures")
 
@@ -146,11 +145,11 @@ def shared_options(config, folder, steps):
 @contextlib.contextmanager
 def training(arguments, sets, log, extra=(), environment=None):
     """A `parka train` under way, whose messages go to the file `log`. Whoever leaves early ends it."""
-    launcher = ["mpirun", "--oversubscribe", "--bind-to", "none", "-np", str(arguments.ranks)] if arguments.ranks > 1 else []
-    command = [*launcher, *program(arguments), "train", str(arguments.config), *options_of([*arguments.set, *sets]), *extra]
+    ranks = ["--ranks", str(arguments.ranks)] if arguments.ranks > 1 else []
+    command = [*program(arguments), "train", str(arguments.config), *ranks, *options_of([*arguments.set, *sets]), *extra]
     with open(log, "w", encoding="utf-8") as file:
         process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=file, stderr=subprocess.STDOUT,
-                                   env={**os.environ, **MPI_ENVIRONMENT, **(environment or {})}, start_new_session=True)
+                                   env={**os.environ, **(environment or {})}, start_new_session=True)
         try:
             yield process
         finally:

@@ -26,7 +26,7 @@ class Communicator {
   virtual ~Communicator() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  virtual std::string description() const = 0;  // "4 ranks over MPI", "8 GPUs over NCCL 2.28.3"
+  virtual std::string description() const = 0;  // "4 ranks over TCP", "8 GPUs over NCCL 2.28.3"
 
   // Divides the ranks as `mesh` says; until then all are one kShard group. All call it before the first collective.
   void divide(const Mesh& mesh);

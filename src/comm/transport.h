@@ -14,7 +14,6 @@ class Transport {
   virtual ~Transport() = default;
   virtual int rank() const = 0;
   virtual int size() const = 0;
-  virtual std::string name() const = 0;  // "MPI", "TCP"
 
   // ---- Messages ----
 
@@ -31,18 +30,10 @@ class Transport {
 
   // `text` of every rank, in the order of ranks; lengths may differ.
   virtual std::vector<std::string> gather_text(const std::string& text) = 0;
-  // From now on a rank that keeps the others waiting for longer is lost, and nullptr: none is. Over MPI, whose
-  // calls do not come back, the time is that until the limit is lifted, and the process ends.
+  // From now on a rank that keeps the others waiting for longer is lost, and nullptr: none is.
   virtual void limit_waits(const WaitTimes* times) = 0;
   // Leaves the other ranks; the last call.
   virtual void finish() = 0;
 };
-
-// All that the rest of src/comm uses of MPI, whose header mpi_transport.cpp alone includes; else no_mpi.cpp.
-bool built_with_mpi();
-std::string mpi_library();  // "Open MPI v4.1.4"; empty without MPI. May be called before MPI_Init
-// Joins the ranks that MPI's launcher started (MPI_Init), at most once in a process. Only the calling thread may
-// use MPI from now on. A process in which it takes longer than the limit ends with kRankLost, naming `rank`.
-std::unique_ptr<Transport> join_over_mpi(int rank, const WaitTimes& times);
 
 }  // namespace parka

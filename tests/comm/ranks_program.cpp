@@ -519,10 +519,6 @@ int run(int argc, char** argv) {
   start.agreement = number_of(options, "agreement_seconds", start.agreement);
   start.notice = number_of(options, "notice_seconds", start.notice);
   launch_options.version = text_of(options, std::string("version") + (rank ? rank : ""), "1.0");
-  if (mode == "silent") {
-    const std::unique_ptr<Transport> joined = join_over_mpi(0, {});
-    sleep_for(1e6);
-  }
   WatchdogTimes& times = launch_options.watchdog;
   times.beat = number_of(options, "beat", times.beat);
   times.silence = number_of(options, "silence", times.silence);

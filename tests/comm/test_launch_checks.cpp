@@ -2,6 +2,7 @@
 
 #include <array>
 #include <map>
+#include <set>
 
 #include "core/error.h"
 #include "tests/support/catch.h"
@@ -10,12 +11,12 @@ using namespace parka;
 
 namespace {
 
-LaunchedAs launched_with(const std::map<std::string, std::string>& environment, bool has_mpi = true) {
+LaunchedAs launched_with(const std::map<std::string, std::string>& environment) {
   const auto variable = [&](const char* name) {
     const auto found = environment.find(name);
     return found == environment.end() ? nullptr : found->second.c_str();
   };
-  return launched_as(variable, has_mpi);
+  return launched_as(variable);
 }
 
 // The message of the Error(kBadInput) that `action` throws; empty if it throws none.
@@ -42,14 +43,16 @@ std::vector<GpuClaim> four_good_claims() {
 
 TEST_CASE("The environment says how many processes were started together", "[launch]") {
   CHECK(launched_with({}).size == 1);
-  const LaunchedAs by_mpirun =
-      launched_with({{"OMPI_COMM_WORLD_SIZE", "4"}, {"OMPI_COMM_WORLD_RANK", "3"}, {"SLURM_STEP_NUM_TASKS", "2"}});
+  const LaunchedAs by_mpirun = launched_with({{"OMPI_COMM_WORLD_SIZE", "4"},
+                                              {"OMPI_COMM_WORLD_RANK", "3"},
+                                              {"OMPI_COMM_WORLD_LOCAL_SIZE", "4"},
+                                              {"SLURM_STEP_NUM_TASKS", "2"}});
   CHECK(by_mpirun.size == 4);
   CHECK(by_mpirun.rank == 3);
   CHECK(by_mpirun.variable == "OMPI_COMM_WORLD_SIZE");
-  CHECK(by_mpirun.over == LaunchedAs::Over::kMpi);
-  CHECK(launched_with({{"PMI_SIZE", "8"}, {"PMI_RANK", "1"}}).size == 8);
-  CHECK(launched_with({{"PMIX_RANK", "2"}}).size == 0);
+  CHECK(by_mpirun.by == LaunchedAs::By::kMpirun);
+  CHECK(by_mpirun.address == "127.0.0.1");
+  CHECK(launched_with({{"PMI_SIZE", "8"}, {"PMI_RANK", "1"}, {"MASTER_ADDR", "a"}}).size == 8);
   // A batch script of a job of 8 tasks is one process.
   CHECK(launched_with({{"SLURM_NTASKS", "8"}, {"SLURM_PROCID", "0"}}).size == 1);
 }
@@ -58,7 +61,7 @@ TEST_CASE("RANK, WORLD_SIZE and MASTER_ADDR start ranks without MPI", "[launch]"
   using Environment = std::map<std::string, std::string>;
   const Environment torch = {{"RANK", "5"}, {"WORLD_SIZE", "8"}, {"MASTER_ADDR", "node1"}, {"MASTER_PORT", "1234"}};
   const LaunchedAs launched = launched_with(torch);
-  CHECK(launched.over == LaunchedAs::Over::kTcp);
+  CHECK(launched.by == LaunchedAs::By::kOther);
   CHECK(launched.rank == 5);
   CHECK(launched.size == 8);
   CHECK(launched.address == "node1");
@@ -78,14 +81,14 @@ TEST_CASE("RANK, WORLD_SIZE and MASTER_ADDR start ranks without MPI", "[launch]"
   CHECK(launched_with(with("TORCHELASTIC_RUN_ID", "a b")).token.find(' ') == std::string::npos);
   Environment by_mpirun = with("OMPI_COMM_WORLD_SIZE", "2");
   by_mpirun["OMPI_COMM_WORLD_RANK"] = "1";
-  CHECK(launched_with(by_mpirun).over == LaunchedAs::Over::kMpi);
+  CHECK(launched_with(by_mpirun).by == LaunchedAs::By::kMpirun);
   CHECK(launched_with(with("SLURM_STEP_NUM_TASKS", "3")).size == 8);
-  CHECK(launched_with({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_ADDR", "a"}}).over == LaunchedAs::Over::kNone);
+  CHECK(launched_with({{"RANK", "0"}, {"WORLD_SIZE", "1"}, {"MASTER_ADDR", "a"}}).by == LaunchedAs::By::kNobody);
 
   CHECK(launched_with(with("MASTER_ADDR", "fe80::1")).address == "fe80::1");
-  CHECK(launched_with({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).over == LaunchedAs::Over::kNone);
-  CHECK(launched_with({{"WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}}).over == LaunchedAs::Over::kNone);
-  CHECK(launched_with({{"MASTER_PORT", "29500"}}).over == LaunchedAs::Over::kNone);
+  CHECK(launched_with({{"RANK", "0"}, {"WORLD_SIZE", "1"}}).by == LaunchedAs::By::kNobody);
+  CHECK(launched_with({{"WORLD_SIZE", "1"}, {"LOCAL_RANK", "0"}}).by == LaunchedAs::By::kNobody);
+  CHECK(launched_with({{"MASTER_PORT", "29500"}}).by == LaunchedAs::By::kNobody);
 
   using Change = std::pair<const char*, const char*>;
   for (const auto& [name, value] : {Change{"RANK", "8"},
@@ -131,6 +134,7 @@ TEST_CASE("A process among several of which only a part is known does not train 
                                   {{"OMPI_COMM_WORLD_SIZE", "2"}, {"OMPI_COMM_WORLD_RANK", "2"}},
                                   {{"PMI_RANK", "1"}},
                                   {{"PMI_SIZE", "many"}},
+                                  {{"PMIX_RANK", "1"}},
                                   {{"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_STEP_NODELIST", "a"}},
                                   {{"SLURM_STEP_NUM_TASKS", "2"}, {"SLURM_PROCID", "5"}},
                                   {{"SLURM_STEP_NUM_TASKS", "1"}, {"SLURM_PROCID", "1"}},
@@ -174,7 +178,7 @@ TEST_CASE("Lists of several hosts as JSON are not one process", "[launch]") {
         {"TF_CONFIG", R"({"task": {"type": "chief", "index": 0}, "cluster": {"chief": ["a:1"]}})",
          R"({"cluster": {"chief": ["a:1"], "worker": ["b:1"]}, "task": {"type": "chief", "index": 0}})"}}) {
     INFO(name << " = " << several);
-    CHECK(launched_with({{name, one}}).over == LaunchedAs::Over::kNone);
+    CHECK(launched_with({{name, one}}).by == LaunchedAs::By::kNobody);
     CHECK(error_of([&, name = name, several = several] {
             launched_with({{name, several}});
           }).find(name) != std::string::npos);
@@ -182,37 +186,53 @@ TEST_CASE("Lists of several hosts as JSON are not one process", "[launch]") {
   }
 }
 
-TEST_CASE("Launchers that only their own MPI joins are told by their variables", "[launch]") {
+TEST_CASE("mpirun of any MPI starts ranks", "[launch]") {
   using Environment = std::map<std::string, std::string>;
-  for (const auto& [rank, size] : {std::pair{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"},
-                                   {"PMI_RANK", "PMI_SIZE"},
-                                   {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"},
-                                   {"MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE"},
-                                   {"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"}}) {
-    for (const bool has_mpi : {true, false}) {
-      INFO(rank << ", with MPI: " << has_mpi);
+  for (const auto& [rank, size, on_host] :
+       {std::array{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"},
+        {"PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"},
+        {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"},
+        {"MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_LOCAL_SIZE"},
+        {"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_SIZE"}}) {
+    INFO(rank);
+    std::set<int> ports;
+    for (const char* job : {"983105537", "983171073", "prterun-node1-7@1"}) {
       for (const char* number : {"0", "1"}) {
-        const LaunchedAs launched = launched_with({{rank, number}, {size, "2"}, {"PMIX_RANK", number}}, has_mpi);
-        CHECK(launched.over == LaunchedAs::Over::kMpi);
+        const LaunchedAs launched =
+            launched_with({{rank, number}, {size, "2"}, {on_host, "2"}, {"PMIX_NAMESPACE", job}});
+        CHECK(launched.by == LaunchedAs::By::kMpirun);
         CHECK(launched.size == 2);
         CHECK(launched.rank == *number - '0');
         CHECK(launched.variable == size);
+        CHECK(launched.address == "127.0.0.1");
+        CHECK(launched.token.find(job) != std::string::npos);
+        ports.insert(launched.port);
       }
-      CHECK(launched_with({{rank, "0"}, {size, "1"}}, has_mpi).over == LaunchedAs::Over::kNone);
-      for (const Environment& odd :
-           {Environment{{rank, "1"}}, {{size, "2"}}, {{rank, "2"}, {size, "2"}}, {{rank, ""}, {size, "2"}}}) {
-        CHECK(error_of([&] { launched_with(odd, has_mpi); }).find(rank) != std::string::npos);
-      }
-      // Who sets all of these starts ranks in any launcher.
-      CHECK(launched_with({{"MV2_COMM_WORLD_RANK", "0"},
-                           {"MV2_COMM_WORLD_SIZE", "2"},
-                           {"RANK", "3"},
-                           {"WORLD_SIZE", "4"},
-                           {"MASTER_ADDR", "a"}},
-                          has_mpi)
-                .over == LaunchedAs::Over::kTcp);
+    }
+    CHECK(ports.size() == 3);
+    const Environment hosts = {{rank, "1"}, {size, "2"}, {on_host, "1"}};
+    CHECK(error_of([&] { launched_with(hosts); }).find("MASTER_ADDR") != std::string::npos);
+    Environment named = hosts;
+    named.insert({{"MASTER_ADDR", "node1"}, {"MASTER_PORT", "1234"}});
+    CHECK(launched_with(named).address == "node1");
+    CHECK(launched_with(named).port == 1234);
+    CHECK(launched_with({{rank, "0"}, {size, "1"}}).by == LaunchedAs::By::kNobody);
+    for (const Environment& odd :
+         {Environment{{rank, "1"}}, {{size, "2"}}, {{rank, "2"}, {size, "2"}}, {{rank, ""}, {size, "2"}}}) {
+      CHECK(error_of([&] { launched_with(odd); }).find(rank) != std::string::npos);
     }
   }
+  // Who sets all of these starts ranks in any launcher.
+  CHECK(launched_with({{"MV2_COMM_WORLD_RANK", "0"},
+                       {"MV2_COMM_WORLD_SIZE", "2"},
+                       {"RANK", "3"},
+                       {"WORLD_SIZE", "4"},
+                       {"MASTER_ADDR", "a"}})
+            .by == LaunchedAs::By::kOther);
+}
+
+TEST_CASE("Launchers that number processes in part are told by their variables", "[launch]") {
+  using Environment = std::map<std::string, std::string>;
   for (const auto& [rank, size] : {std::pair{"PALS_RANKID", "PALS_LOCAL_SIZE"},
                                    {"MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
                                    {"FLUX_TASK_RANK", "FLUX_JOB_SIZE"},
@@ -224,51 +244,43 @@ TEST_CASE("Launchers that only their own MPI joins are told by their variables",
                                    {"SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"},
                                    {"AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"},
                                    {"JOB_COMPLETION_INDEX", "JOB_COMPLETION_INDEX"},
+                                   {"PMIX_RANK", "OMPI_APP_CTX_NUM_PROCS"},
                                    {"OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"}}) {
     INFO(rank);
     CHECK(error_of([&, name = rank] { launched_with({{name, "1"}}); }).find(rank) != std::string::npos);
     CHECK(error_of([&, name = size] { launched_with({{name, "2"}}); }).find(size) != std::string::npos);
-    CHECK(launched_with({{rank, "0"}}).over == LaunchedAs::Over::kNone);
-    if (rank != size) CHECK(launched_with({{rank, "0"}, {size, "1"}}).over == LaunchedAs::Over::kNone);
-    CHECK_FALSE(error_of([&, name = size] { launched_with({{"PMIX_RANK", "0"}, {name, "2"}}, false); }).empty());
+    CHECK(launched_with({{rank, "0"}}).by == LaunchedAs::By::kNobody);
+    if (rank != size) CHECK(launched_with({{rank, "0"}, {size, "1"}}).by == LaunchedAs::By::kNobody);
   }
-  for (const Environment& part : {Environment{{"OMPI_APP_CTX_NUM_PROCS", "2"}},
-                                  {{"OMPI_APP_CTX_NUM_PROCS", "1 1"}},
-                                  {{"WORLD_SIZE", "2"}},
-                                  {{"RANK", "1"}}}) {
+  for (const Environment& part :
+       {Environment{{"OMPI_APP_CTX_NUM_PROCS", "1 1"}}, {{"WORLD_SIZE", "2"}}, {{"RANK", "1"}}}) {
     Environment first = part;
     first["PMIX_RANK"] = "0";
-    CHECK_FALSE(error_of([&] { launched_with(first, /*has_mpi=*/false); }).empty());
+    CHECK_FALSE(error_of([&] { launched_with(first); }).empty());
   }
-  CHECK(launched_with({{"PMIX_RANK", "0"}, {"OMPI_APP_CTX_NUM_PROCS", "2"}}).size == 2);
-  CHECK(launched_with({{"PMIX_RANK", "0"}, {"OMPI_APP_CTX_NUM_PROCS", "1"}}).over == LaunchedAs::Over::kNone);
-  // PMIx itself tells no number of processes.
-  CHECK(launched_with({{"PMIX_RANK", "0"}}).size == 0);
-  CHECK(launched_with({{"PMIX_RANK", "0"}}, /*has_mpi=*/false).over == LaunchedAs::Over::kNone);
-  CHECK(launched_with({{"PMIX_RANK", "1"}}, /*has_mpi=*/false).over == LaunchedAs::Over::kMpi);
 }
 
-TEST_CASE("Slurm's variables start ranks, over MPI only where Slurm has prepared it", "[launch]") {
+TEST_CASE("Slurm's variables start ranks, whatever MPI it has prepared", "[launch]") {
   std::map<std::string, std::string> slurm = {{"SLURM_STEP_NUM_TASKS", "16"},
                                               {"SLURM_PROCID", "9"},
                                               {"SLURM_JOB_ID", "4711"},
                                               {"SLURM_STEP_ID", "2"},
                                               {"SLURM_STEP_NODELIST", "gpu[003-010,12],login1"}};
   const LaunchedAs plain = launched_with(slurm);
-  CHECK(plain.over == LaunchedAs::Over::kTcp);
+  CHECK(plain.by == LaunchedAs::By::kSrun);
   CHECK(plain.rank == 9);
   CHECK(plain.size == 16);
   CHECK(plain.address == "gpu003");
   CHECK(plain.port == 20000 + (7 * 4711 + 2) % 10000);
   CHECK(plain.token == "slurm/4711.2");
   slurm["PMIX_RANK"] = "9";
-  CHECK(launched_with(slurm).over == LaunchedAs::Over::kMpi);
-  CHECK(launched_with(slurm).size == 16);
-  CHECK(launched_with(slurm, /*has_mpi=*/false).over == LaunchedAs::Over::kTcp);
-  slurm["PMI_SIZE"] = "16";
-  slurm["PMI_RANK"] = "9";
-  CHECK(launched_with(slurm).over == LaunchedAs::Over::kMpi);
-  CHECK(launched_with(slurm, /*has_mpi=*/false).over == LaunchedAs::Over::kTcp);
+  CHECK(launched_with(slurm).by == LaunchedAs::By::kSrun);
+  slurm.insert({{"PMI_SIZE", "16"}, {"PMI_RANK", "9"}});
+  CHECK(launched_with(slurm).by == LaunchedAs::By::kSrun);
+  // An mpirun whose helpers srun has started.
+  slurm.insert_or_assign("PMI_SIZE", "32");
+  slurm["MASTER_ADDR"] = "gpu003";
+  CHECK(launched_with(slurm).by == LaunchedAs::By::kMpirun);
 }
 
 TEST_CASE("A batch job of more than the run takes is told of", "[launch]") {

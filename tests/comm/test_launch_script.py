@@ -187,7 +187,7 @@ while True:
         self.write("srun", LAUNCHER)
         code, starts, errors = self.launch("0", "-np", "16", "--gpus-per-task=1", "--", "run", SLURM_JOB_ID="7")
         self.assertEqual((code, starts), (0, 1), errors)
-        self.assertIn("srun --kill-on-bad-exit=1 -n 16 --mpi=none --gpus-per-task=1 env --ignore-signal=USR1 run", (self.folder / "calls").read_text())
+        self.assertIn("srun --kill-on-bad-exit=1 -n 16 --gpus-per-task=1 env --ignore-signal=USR1 run", (self.folder / "calls").read_text())
         self.launch("0", "--mpi=pmix", "--", "run", SLURM_JOB_ID="7")
         self.assertIn("srun --kill-on-bad-exit=1 --mpi=pmix env --ignore-signal=USR1 run", (self.folder / "calls").read_text())
 

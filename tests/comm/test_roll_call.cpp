@@ -45,7 +45,7 @@ TEST_CASE("A rank whose connection closes died, in what it last said it did", "[
 
 TEST_CASE("The cause is named, not what follows from it", "[watchdog]") {
   RollCall roll = roll_of_three();
-  roll.failed(0, ExitCode::kRankLost, "exchange: MPI: peer gone", 1.0);
+  roll.failed(0, ExitCode::kRankLost, "exchange: peer gone", 1.0);
   roll.lost(2, 1.1);
   CHECK(roll.verdict(2.0)->rank == 2);
   roll.failed(1, ExitCode::kIo, "disk full", 1.2);

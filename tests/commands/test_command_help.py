@@ -93,7 +93,7 @@ class Version(unittest.TestCase):
         lines = output("version", "--verbose").splitlines()
         self.assertEqual(lines[0], output("version").strip())
         facts = dict(line.split(maxsplit=1) for line in lines[1:])
-        self.assertEqual([name for name in ("commit", "compiler", "build", "CUDA", "architectures", "NCCL", "MPI", "system", "CPU", "GPU")
+        self.assertEqual([name for name in ("commit", "compiler", "build", "CUDA", "architectures", "NCCL", "system", "CPU", "GPU")
                           if name not in facts], [])
         self.assertRegex(facts["commit"], r"^([0-9a-f]{7,}|unknown|v?\d)")
         self.assertIn("-march=", facts["build"])

@@ -318,7 +318,7 @@ def main():
     if not chosen:
         fail(f"no run has a name like {arguments.only}")
     if not starters.is_available() and any(case.ranks() > 1 for case in chosen):
-        fail("mpirun is not on PATH; install MPI or choose runs with --only")
+        fail("mpirun is not on PATH; choose RANKS_STARTER=ranks or choose runs with --only")
     results, commit = run_cases(program, chosen, max(arguments.jobs, 1))
     description = {**describe_program(program, commit), **describe_machine()}
     num_wrong = len(chosen) - len(results) + check_promises(chosen, results)

@@ -55,7 +55,7 @@ class CompareStarters(unittest.TestCase):
                 code, output = compare(".", *options)
                 self.assertEqual(code, 2, output)
                 self.assertIn(message, output)
-        self.assertEqual(starters.STARTERS, ("mpirun", "ranks", "variables"))
+        self.assertEqual(starters.STARTERS, ("ranks", "mpirun", "variables"))
 
 
 if __name__ == "__main__":

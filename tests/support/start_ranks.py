@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Starts N processes of a program as launchers do that know nothing of MPI: start_ranks.py N PROGRAM ARGUMENT...
+"""Starts N processes of a program as torchrun does: start_ranks.py N PROGRAM ARGUMENT...
 
 Each gets RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT. Stop signals are handed on to all. Ends with 128 + N if signal N has
 ended a process, else with the first code other than 0 and 5 (a rank that is lost), else with 5 or 0; ten seconds after the

@@ -1,6 +1,6 @@
 """The ways to start the ranks of a run, of which the environment variable RANKS_STARTER chooses one:
-    mpirun     the default
-    ranks      the program starts them itself, by its option --ranks, or on GPUs --gpus
+    ranks      the default: the program starts them itself, by its option --ranks, or on GPUs --gpus
+    mpirun     Open MPI's
     variables  each is started alone, with RANK, WORLD_SIZE, MASTER_ADDR and MASTER_PORT, by tests/support/start_ranks.py
 """
 import glob
@@ -10,8 +10,8 @@ import subprocess
 import sys
 import tempfile
 
-STARTERS = ("mpirun", "ranks", "variables")
-STARTER = os.environ.get("RANKS_STARTER", "mpirun")
+STARTERS = ("ranks", "mpirun", "variables")
+STARTER = os.environ.get("RANKS_STARTER", "ranks")
 # What tells a process that a launcher has started it.
 LAUNCHER_VARIABLES = ("OMPI_", "PMI", "SLURM_", "RANK", "WORLD_SIZE", "MASTER_", "TORCHELASTIC_")
 

@@ -30,30 +30,11 @@ std::string host_name() {
 // Two of many waiting ranks speak: if one of them is the one that hangs, the other does.
 WaitTimes wait_times(int rank, double limit, double notice) { return {limit, rank < 2 ? notice : limit}; }
 
-std::unique_ptr<Transport> join_mpi(const LaunchedAs& launched, const StartTimes& times) {
-  if (!built_with_mpi()) {
-    throw_bad_input(
-        "{} is {}, as if a launcher had started several processes, but this parka was built without MPI: start it with "
-        "--ranks or --gpus, or with RANK, WORLD_SIZE and MASTER_ADDR (docs/cluster.md), or run scripts/setup.sh and build "
-        "again",
-        launched.variable, launched.size > 0 ? launched.size : launched.rank);
-  }
-  std::unique_ptr<Transport> transport =
-      join_over_mpi(launched.rank, wait_times(launched.rank, times.rendezvous, times.notice));
-  if (launched.rank < transport->size() && (launched.size == 0 || launched.size == transport->size()))
-    return transport;
-  // Every process says so: nobody else may be there.
-  throw_bad_input(
-      "{} is {}, as if a launcher had started several processes, but MPI finds {}: unset it if it is left over, or start "
-      "parka with --ranks, with srun --mpi=pmix, or with the mpirun of {}, which it was built with",
-      launched.variable, launched.size > 0 ? launched.size : launched.rank, transport->size(), mpi_library());
-}
-
 // Every process of the launcher has become as many ranks as `local` says.
 std::unique_ptr<Transport> join_ranks(const LaunchedAs& launched, LocalRank local, const StartTimes& times) {
   const int rank = launched.rank * local.size + local.rank, size = launched.size * local.size;
   RankAddress rank_0;
-  if (launched.over == LaunchedAs::Over::kTcp) {
+  if (launched.by != LaunchedAs::By::kNobody) {
     rank_0 = {.addresses = {launched.address}, .port = launched.port};
     rank_0.word = {fmt::format("{}/{}", launched.token, size), launched.secret};
     local.listener.reset();
@@ -65,20 +46,14 @@ std::unique_ptr<Transport> join_ranks(const LaunchedAs& launched, LocalRank loca
                        {times.rendezvous, local.rank == 0 ? times.notice : times.rendezvous});
 }
 
-// mpirun and srun do; torchrun and Kubernetes look at the code of each process.
-bool kills_all_at_once(const LaunchedAs& launched) {
-  return launched.over == LaunchedAs::Over::kMpi || launched.variable.starts_with("SLURM_");
-}
-
 }  // namespace
 
 Launch::Launch(const LaunchOptions& options, const LaunchedAs& launched, LocalRank local) : hosts_{host_name()} {
-  one_code_for_all_ = kills_all_at_once(launched);
-  has_own_log_ = launched.over == LaunchedAs::Over::kTcp && local.rank == 0;
-  if (launched.over == LaunchedAs::Over::kMpi) {
-    transport_ = join_mpi(launched, options.start);
-  } else if (launched.size * local.size > 1) {
-    if (launched.over == LaunchedAs::Over::kNone) reach_ = Reach::kThisHost;
+  using By = LaunchedAs::By;
+  one_code_for_all_ = launched.by == By::kMpirun || launched.by == By::kSrun;
+  has_own_log_ = (launched.by == By::kSrun || launched.by == By::kOther) && local.rank == 0;
+  if (launched.size * local.size > 1) {
+    if (launched.by == By::kNobody || launched.address == loopback_addresses().front()) reach_ = Reach::kThisHost;
     transport_ = join_ranks(launched, std::move(local), options.start);
   } else {
     agreement_ = make_single_communicator();
@@ -176,19 +151,13 @@ int run_rank(const LaunchOptions& options, const LaunchedAs& launched, LocalRank
 
 int run_launched(const LaunchOptions& options, const std::function<int(Launch&)>& body) {
   const auto variable = [](const char* name) -> const char* { return std::getenv(name); };
-  LaunchedAs launched = launched_as(variable, built_with_mpi());
-  if (launched.over == LaunchedAs::Over::kTcp) launched.secret = read_secret();
-  if (launched.over == LaunchedAs::Over::kNone) {
+  LaunchedAs launched = launched_as(variable);
+  if (launched.by != LaunchedAs::By::kNobody) launched.secret = read_secret();
+  if (launched.by == LaunchedAs::By::kNobody) {
     const std::string idle = idle_in_job(variable, options.local_ranks);
     if (!idle.empty()) log_warning("{}", idle);
   }
   if (options.local_ranks == 1) return run_rank(options, launched, {}, body);
-  if (launched.over == LaunchedAs::Over::kMpi) {
-    throw_bad_input(
-        "this process shall start {} ranks, but is itself one of those that mpirun or srun has started ({} is {}): leave "
-        "out --ranks and --gpus, or start parka without mpirun (srun: with --mpi=none)",
-        options.local_ranks, launched.variable, launched.size);
-  }
   if (options.check_size) options.check_size(launched.size * options.local_ranks);
   return run_local_ranks(options.local_ranks,
                          [&](LocalRank local) { return run_rank(options, launched, std::move(local), body); });

@@ -41,7 +41,7 @@ class Launch {
   void require_same(const std::string& what, const std::string& text, const std::string& remedy);
   // The ordinal of the GPU that this rank computes on, chosen by its rank within the host; -1 if it wants none.
   int agree_on_gpu(bool wanted);
-  // The collectives of all ranks for tensors of `device`: NCCL on GPUs, MPI or TCP on CPUs. `device` must outlive
+  // The collectives of all ranks for tensors of `device`: NCCL on GPUs, TCP on CPUs. `device` must outlive
   // them.
   std::unique_ptr<Communicator> make_communicator(Device& device);
 

@@ -65,27 +65,27 @@ std::string one_word(std::string text) {
   return text;
 }
 
-// The variables by which a launcher numbers its processes.
+// The variables by which a launcher numbers its processes, all of them and those of a host.
 struct Numbering {
-  const char *rank, *size;
+  const char *rank, *size, *size_on_host = nullptr;
 };
-constexpr Numbering kOpenMpi = {"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE"}, kTorch = {"RANK", "WORLD_SIZE"},
-                    kSlurm = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"},
-                    kPmix = {"PMIX_RANK", "OMPI_APP_CTX_NUM_PROCS"};
-// MPI finds the processes of these if it was built for them: Hydra, MVAPICH, jsrun.
-constexpr std::array<Numbering, 4> kOverMpi = {{{"PMI_RANK", "PMI_SIZE"},
-                                                {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE"},
-                                                {"MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE"},
-                                                {"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE"}}};
+constexpr Numbering kTorch = {"RANK", "WORLD_SIZE"}, kSlurm = {"SLURM_PROCID", "SLURM_STEP_NUM_TASKS"};
+// Open MPI, Hydra (MPICH, Intel MPI), MVAPICH, jsrun.
+constexpr std::array<Numbering, 5> kMpiruns = {
+    {{"OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"},
+     {"PMI_RANK", "PMI_SIZE", "MPI_LOCALNRANKS"},
+     {"MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_SIZE"},
+     {"MVP_COMM_WORLD_RANK", "MVP_COMM_WORLD_SIZE", "MVP_COMM_WORLD_LOCAL_SIZE"},
+     {"JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_SIZE"}}};
+constexpr const Numbering& kOpenMpi = kMpiruns[0];
 // These number only hosts or the processes of a host, or tell no number of processes: PALS, ALPS, Kubernetes' jobs.
-// Flux sets PMI's variables, too, unless MPI cannot find its processes, and so does Open MPI in part with PMIx.
 constexpr std::array<Numbering, 13> kPartly = {{{"LOCAL_RANK", "LOCAL_WORLD_SIZE"},
                                                 {"NODE_RANK", "NNODES"},
                                                 {"PET_NODE_RANK", "PET_NNODES"},
                                                 {"SKYPILOT_NODE_RANK", "SKYPILOT_NUM_NODES"},
                                                 {"AWS_BATCH_JOB_NODE_INDEX", "AWS_BATCH_JOB_NUM_NODES"},
                                                 {"JOB_COMPLETION_INDEX", nullptr},
-                                                kPmix,
+                                                {"PMIX_RANK", "OMPI_APP_CTX_NUM_PROCS"},
                                                 {"OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"},
                                                 {"PALS_RANKID", "PALS_LOCAL_SIZE"},
                                                 {"MPI_LOCALRANKID", "MPI_LOCALNRANKS"},
@@ -93,10 +93,10 @@ constexpr std::array<Numbering, 13> kPartly = {{{"LOCAL_RANK", "LOCAL_WORLD_SIZE
                                                 {"ALPS_APP_PE", nullptr},
                                                 {"SLURM_PROCID", nullptr}}};
 
-// For one of several processes, which find each other `over` something.
-LaunchedAs counted_by(const Environment& variable, LaunchedAs::Over over, const Numbering& names) {
-  const auto& [rank_name, size_name] = names;
-  const LaunchedAs launched{.over = over,
+// For one of several processes.
+LaunchedAs counted_by(const Environment& variable, LaunchedAs::By by, const Numbering& names) {
+  const auto& [rank_name, size_name, size_on_host] = names;
+  const LaunchedAs launched{.by = by,
                             .size = number_in(variable, size_name, -1),
                             .rank = number_in(variable, rank_name, -1),
                             .variable = size_name};
@@ -130,7 +130,7 @@ int port_in(const Environment& variable, int otherwise) {
 // By torchrun's variables, which many other launchers set too.
 LaunchedAs named_by_variables(const Environment& variable) {
   constexpr int kPort = 29500;  // PyTorch's
-  LaunchedAs launched = counted_by(variable, LaunchedAs::Over::kTcp, kTorch);
+  LaunchedAs launched = counted_by(variable, LaunchedAs::By::kOther, kTorch);
   for (const auto& [name, limit] : {std::pair{"NNODES", launched.size + 1},
                                     {"NODE_RANK", launched.size},
                                     {"LOCAL_RANK", number_in(variable, "LOCAL_WORLD_SIZE", INT_MAX)}}) {
@@ -155,11 +155,12 @@ LaunchedAs named_by_variables(const Environment& variable) {
   return launched;
 }
 
-// srun sets no variable for the port: it follows from the numbers of job and step, below those that systems give to
-// outgoing connections.
+// srun and mpirun set no variable for the port: it follows from the number of their job, and is below those that
+// systems give to outgoing connections.
+constexpr int kFirstPort = 20000, kPorts = 10000;
+
 LaunchedAs named_by_slurm(const Environment& variable) {
-  constexpr int kFirstPort = 20000, kPorts = 10000;
-  LaunchedAs launched = counted_by(variable, LaunchedAs::Over::kTcp, kSlurm);
+  LaunchedAs launched = counted_by(variable, LaunchedAs::By::kSrun, kSlurm);
   if (launched.size == 1) return launched;
   const unsigned job = static_cast<unsigned>(number_in(variable, "SLURM_JOB_ID", 0)),
                  step = static_cast<unsigned>(number_in(variable, "SLURM_STEP_ID", 0));
@@ -168,6 +169,28 @@ LaunchedAs named_by_slurm(const Environment& variable) {
   check_address(launched.address, variable);
   launched.port = port_in(variable, kFirstPort + static_cast<int>((7 * job + step) % kPorts));
   launched.token = fmt::format("slurm/{}.{}", job, step);
+  return launched;
+}
+
+LaunchedAs named_by_mpirun(const Environment& variable, const Numbering& names) {
+  LaunchedAs launched = counted_by(variable, LaunchedAs::By::kMpirun, names);
+  if (launched.size == 1) return launched;
+  const int on_host = number_in(variable, names.size_on_host, 0);
+  launched.address = variable("MASTER_ADDR") == nullptr && on_host == launched.size
+                         ? "127.0.0.1"
+                         : text_in(variable, "MASTER_ADDR");
+  if (launched.address.empty()) {
+    throw_bad_input(
+        "{} is {}, and {} is {}, but MASTER_ADDR is not set: on several hosts, give mpirun -x MASTER_ADDR=HOST, that of "
+        "rank 0 (Hydra: -genv MASTER_ADDR HOST); or unset {} to start one rank",
+        names.size, launched.size, names.size_on_host, shown(variable, names.size_on_host), names.size);
+  }
+  check_address(launched.address, variable);
+  const std::string job = text_in(variable, "PMIX_NAMESPACE");
+  unsigned number = 0;
+  for (const char digit : job) number = 31 * number + static_cast<unsigned char>(digit);
+  launched.port = port_in(variable, kFirstPort + static_cast<int>(number % kPorts));
+  launched.token = one_word("mpirun/" + job);
   return launched;
 }
 
@@ -181,7 +204,7 @@ void refuse_partly_numbered(const Environment& variable) {
         "it to start one rank",
         name, shown(variable, name));
   };
-  for (const auto& [rank, size] : kPartly) {
+  for (const auto& [rank, size, on_host] : kPartly) {
     require(rank, number_in(variable, rank, 0) == 0);
     if (size != nullptr) require(size, number_in(variable, size, 1) == 1);
   }
@@ -203,33 +226,26 @@ std::string first_host(const std::string& list) {
   return list.substr(0, open) + list.substr(open + 1, number_end - open - 1) + first_host(after);
 }
 
-LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, bool has_mpi) {
-  using Over = LaunchedAs::Over;
+LaunchedAs launched_as(const std::function<const char*(const char*)>& variable) {
   const auto has = [&](const char* name) { return variable(name) != nullptr; };
   const auto numbers = [&](const Numbering& names) { return has(names.rank) || has(names.size); };
   const bool in_step = has(kSlurm.size), all_set = has("RANK") && has("WORLD_SIZE") && has("MASTER_ADDR");
-  const auto* const by_mpi = std::ranges::find_if(kOverMpi, numbers);
-  const bool is_by_mpi = by_mpi != kOverMpi.end();
-  // Without MPI the first process may be the only one, and others refuse to start.
-  const int pmix_rank = number_in(variable, kPmix.rank, 0);
-  const bool by_pmix = has(kPmix.rank) && (has_mpi || pmix_rank != 0);
+  const auto* const mpirun = std::ranges::find_if(kMpiruns, numbers);
+  const bool has_mpirun = mpirun != kMpiruns.end();
+  // srun may set PMI's variables, too. An mpirun that starts its helpers with srun counts others than these.
+  const bool is_srun = has_mpirun && in_step && text_in(variable, mpirun->size) == text_in(variable, kSlurm.size);
+  const bool by_mpirun = has_mpirun && !is_srun;
   // A part of them counts where nobody else has numbered the processes; named_by_variables() refuses it.
   const bool part_set = has("RANK") || (has("WORLD_SIZE") && text_in(variable, "WORLD_SIZE") != "1");
   LaunchedAs launched;
-  // The order matters: mpirun under Slurm starts its helpers with srun, whose variables then describe the helpers.
   if (numbers(kOpenMpi)) {
-    launched = counted_by(variable, Over::kMpi, kOpenMpi);
-  } else if (all_set || (part_set && !is_by_mpi && !in_step && !by_pmix)) {
+    launched = named_by_mpirun(variable, kOpenMpi);
+  } else if (all_set || (part_set && !by_mpirun && !in_step)) {
     launched = named_by_variables(variable);
-  } else if (is_by_mpi && (has_mpi || !in_step)) {
-    launched = counted_by(variable, Over::kMpi, *by_mpi);
+  } else if (by_mpirun) {
+    launched = named_by_mpirun(variable, *mpirun);
   } else if (in_step) {
-    const bool over_mpi = has_mpi && has(kPmix.rank);
-    launched = over_mpi ? counted_by(variable, Over::kMpi, kSlurm) : named_by_slurm(variable);
-  } else if (by_pmix) {
-    const int size =
-        std::max(0, number_in(variable, kPmix.size, 0));  // it has several numbers for several programs
-    launched = {Over::kMpi, size, pmix_rank, size > 0 ? kPmix.size : kPmix.rank};
+    launched = named_by_slurm(variable);
   } else if (!has("WORLD_SIZE")) {
     refuse_partly_numbered(variable);
   }
@@ -246,7 +262,7 @@ std::string idle_in_job(const std::function<const char*(const char*)>& variable,
     const int number = number_in(variable, name, 0);
     if (number <= most) continue;
     return fmt::format(
-        "the Slurm job has {} {} ({}), and this run {} rank{} on one host: start the run with srun --mpi=none, or on one "
+        "the Slurm job has {} {} ({}), and this run {} rank{} on one host: start the run with srun, or on one "
         "host with --gpus or --ranks",
         number, what, name, ranks, ranks == 1 ? "" : "s");
   }

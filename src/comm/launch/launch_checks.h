@@ -7,23 +7,23 @@
 // comes to the same conclusion. Nothing here waits or looks at the machine.
 namespace parka {
 
-// The words of a launcher (mpirun, srun, torchrun, Kubernetes) in the environment of the processes that it starts.
+// The words of a launcher in the environment of the processes that it starts.
 struct LaunchedAs {
-  enum class Over { kNone, kMpi, kTcp };  // how the processes find each other
-  Over over = Over::kNone;
-  int size = 1;  // 0: unknown, perhaps several
+  enum class By { kNobody, kMpirun, kSrun, kOther };  // kOther: torchrun, Kubernetes, a script
+  By by = By::kNobody;
+  int size = 1;
   int rank = 0;
   std::string variable = {};  // the environment variable that says so; empty: none does
-  // kTcp: the host of rank 0, the port on which it listens, and a word that processes of another start do not know.
+  // The host of rank 0, the port on which it listens, and a word that processes of another start do not know.
   std::string address = {};
   int port = 0;
   std::string token = {};
   std::string secret = {};  // that of the environment (secret.h)
 };
-// `variable(name)` returns its value or nullptr, as getenv does. Among several launchers mpirun counts first, then
-// RANK, WORLD_SIZE and MASTER_ADDR, then Slurm; processes of srun use MPI if `has_mpi` and Slurm has prepared it.
-// Throws Error(kBadInput) if the variables contradict each other, or say only that there are several processes.
-LaunchedAs launched_as(const std::function<const char*(const char*)>& variable, bool has_mpi);
+// `variable(name)` returns its value or nullptr, as getenv does. Among several launchers Open MPI's mpirun counts
+// first, then RANK, WORLD_SIZE and MASTER_ADDR, then other mpiruns and Slurm. Throws Error(kBadInput) if the
+// variables contradict each other, or say only that there are several processes.
+LaunchedAs launched_as(const std::function<const char*(const char*)>& variable);
 
 // Says what a run of `ranks` ranks, which no launcher has started, leaves idle of its batch job, and what to do;
 // empty: nothing.

@@ -1,13 +1,10 @@
 #include "comm/launch/start_wait.h"
 
 #include <algorithm>
-#include <chrono>
 #include <csignal>
-#include <cstdlib>
 #include <utility>
 
 #include "comm/launch/line_socket.h"
-#include "core/error.h"
 #include "core/log/log.h"
 #include "core/parallel.h"
 
@@ -38,25 +35,6 @@ bool WaitNotice::goes_on(const std::function<std::string()>& what) {
     log_info("{}: for {:.0f} s by now, for up to {:.0f} s", what(), waited_, times_.limit);
   }
   return true;
-}
-
-WaitLimit::WaitLimit(std::string what, std::string hint, const WaitTimes& times)
-    : what_(std::move(what)), hint_(std::move(hint)), times_(times) {
-  thread_ = start_without_signals("watches over the start", [this] { run(); });
-}
-
-WaitLimit::~WaitLimit() { stop_thread(thread_, mutex_, changed_, over_); }
-
-void WaitLimit::run() {
-  WaitNotice notice(times_);
-  while (notice.goes_on([&] { return what_; })) {
-    std::unique_lock lock(mutex_);
-    if (changed_.wait_for(lock, std::chrono::duration<double>(WaitNotice::kRound), [&] { return over_; })) return;
-  }
-  const int code = static_cast<int>(ExitCode::kRankLost);
-  log_error("{}, and has done so for {:.0f} s: {}; it ends with exit code {}", what_, notice.waited(), hint_, code);
-  flush_log();
-  std::_Exit(code);
 }
 
 }  // namespace parka

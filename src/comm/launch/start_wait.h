@@ -1,7 +1,5 @@
 #pragma once
-#include <condition_variable>
 #include <functional>
-#include <mutex>
 #include <string>
 #include <string_view>
 #include <thread>
@@ -39,27 +37,6 @@ class WaitNotice {
  private:
   WaitTimes times_;
   double waited_ = 0, last_, next_;
-};
-
-// The same for a wait that does not come back, as MPI_Init where a rank is missing: a thread speaks, and ends the
-// process with kRankLost after the limit.
-class WaitLimit {
- public:
-  // `what` is as that of a WaitNotice; `hint` says what may be the matter.
-  WaitLimit(std::string what, std::string hint, const WaitTimes& times);
-  ~WaitLimit();  // the wait is over
-  WaitLimit(const WaitLimit&) = delete;
-  WaitLimit& operator=(const WaitLimit&) = delete;
-
- private:
-  void run();
-
-  const std::string what_, hint_;
-  const WaitTimes times_;
-  bool over_ = false;
-  std::mutex mutex_;
-  std::condition_variable changed_;
-  std::thread thread_;
 };
 
 }  // namespace parka

@@ -30,7 +30,6 @@ class TcpTransport final : public Transport {
 
   int rank() const override { return rank_; }
   int size() const override { return static_cast<int>(links_.size()); }
-  std::string name() const override { return "TCP"; }
 
   void connect_all() override;
   void send(const void* data, int64_t bytes, int to) override {
@@ -205,7 +204,7 @@ std::unique_ptr<LineSocket> reach_rank_0(const RankAddress& to, int rank, int si
 
 std::unique_ptr<Transport> join_over_tcp(const RankAddress& rank_0, std::shared_ptr<Listener> listener, int rank,
                                          int size, const WaitTimes& times) {
-  const Reach reach = rank_0.is_open ? Reach::kThisHost : Reach::kNetwork;
+  const Reach reach = rank_0.addresses.front() == loopback_addresses().front() ? Reach::kThisHost : Reach::kNetwork;
   std::vector<std::unique_ptr<LineSocket>> connections(static_cast<size_t>(size));
   if (rank != 0) {
     connections[0] = reach_rank_0(rank_0, rank, size, times);

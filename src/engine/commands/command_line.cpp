@@ -531,8 +531,7 @@ int print_text(const std::string& text) {
 
 void warn_of_other_processes() {
   try {
-    const LaunchedAs launched =
-        launched_as([](const char* name) -> const char* { return std::getenv(name); }, true);
+    const LaunchedAs launched = launched_as([](const char* name) -> const char* { return std::getenv(name); });
     if (launched.size < 2) return;
     log_warning("{} counts {} processes, each of which does all of this command: start it once, without a launcher",
                 launched.variable, launched.size);

@@ -9,7 +9,6 @@
 #include <fmt/format.h>
 
 #include "comm/nccl_ranks.h"
-#include "comm/transport.h"
 #include "kernels/device/device.h"
 
 namespace parka {
@@ -55,7 +54,6 @@ std::string version_text(bool verbose) {
   add("CUDA", or_none(cuda_version()));
   add("architectures", or_none(cuda_architectures()));
   add("NCCL", or_none(nccl_version()));
-  add("MPI", or_none(mpi_library()));
   add("system", system_name());
   add("CPU", fmt::format("{}, {} threads", cpu_name(), std::thread::hardware_concurrency()));
   const std::vector<std::string> gpus = describe_cuda_devices();
