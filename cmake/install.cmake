@@ -2,8 +2,13 @@
 include(GNUInstallDirs)
 set(CMAKE_SKIP_INSTALL_ALL_DEPENDENCY ON)  # tests need not be built
 
-# Libraries of CUDA are found where they were when it was built.
+# Libraries of CUDA are found where they were when it was built, or in NVIDIA's wheels beside that of Parka.
 set_target_properties(parka PROPERTIES INSTALL_RPATH_USE_LINK_PATH ON)
+if(SKBUILD AND PARKA_HAVE_CUDA)
+  set(wheels $ORIGIN/../../nvidia)
+  set_target_properties(parka PROPERTIES
+    INSTALL_RPATH "${wheels}/cu${CUDAToolkit_VERSION_MAJOR}/lib;${wheels}/cublas/lib;${wheels}/nccl/lib")
+endif()
 install(TARGETS parka)
 
 set(shared ${CMAKE_INSTALL_DATADIR}/parka)

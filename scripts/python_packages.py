@@ -22,16 +22,17 @@ def advice(packages):
 
 def beyond_setup(packages):
     with open(REQUIREMENTS, encoding="utf-8") as file:
-        installed = {line.partition("==")[0] for line in file}
+        installed = {line.partition(">=")[0] for line in file}
     return [package for package in packages if package not in installed]
 
 
 def missing(package, needed=()):
     """What to say of a package that is missing, of all that are `needed`."""
-    others = beyond_setup(needed or [package])
+    packages = needed or [package]
+    others = packages if "PARKA_PYTHON" in os.environ else beyond_setup(packages)
     if others:
         return f"{package} is missing; run {sys.executable} -m pip install {' '.join(others)}"
-    return f"{package} is missing; {advice(', '.join(needed or [package]))}"
+    return f"{package} is missing; {advice(', '.join(packages))}"
 
 
 def require(*packages):

@@ -67,7 +67,7 @@ class Help(unittest.TestCase):
         bare = os.path.join(self.enterContext(tempfile.TemporaryDirectory(prefix="parka-test-")), "python")
         Path(bare).write_text(f"#!/bin/sh\nexec {sys.executable} -S \"$@\"\n", encoding="utf-8")
         os.chmod(bare, 0o755)
-        for python, named in ((bare, "setup.sh"), ("/nowhere/python", "PARKA_PYTHON")):
+        for python, named in ((bare, "-m pip install numpy"), ("/nowhere/python", "PARKA_PYTHON")):
             refused = subprocess.run([PROGRAM, "compare", "a"], capture_output=True, text=True, timeout=60, env=os.environ | {"PARKA_PYTHON": python})
             self.assertEqual(refused.returncode, 2)
             self.assertRegex(refused.stderr, rf"\A[^\n]*error: [^\n]*{named}[^\n]*\n\Z")

@@ -1,11 +1,15 @@
-"""What `cmake --install` and the Debian package put where, and that it runs there."""
+"""What `cmake --install`, the Debian package and the wheel put where, and that it runs there."""
+import importlib.util
+import json
 import os
 import re
 import shutil
 import subprocess
 import sys
+import sysconfig
 import tempfile
 import unittest
+import venv
 from pathlib import Path
 
 BUILD = os.environ.get("BUILD_FOLDER", "build/release")
@@ -31,6 +35,7 @@ class Install(unittest.TestCase):
         self.folder = Path(temporary.name)
 
     def check_tree(self, prefix):
+        self.assertEqual([folder for folder, *inside in os.walk(prefix) if not any(inside)], [])
         for name in EXPECTED:
             self.assertGreater((prefix / name).stat().st_size, 0, name)
         scripts = {path.name for path in (prefix / "share/parka/scripts").rglob("*")}
@@ -44,6 +49,28 @@ class Install(unittest.TestCase):
     def test_cmake_install(self):
         run("cmake", "--install", BUILD, "--prefix", self.folder / "usr")
         self.check_tree(self.folder / "usr")
+
+    @unittest.skipUnless(importlib.util.find_spec("scikit_build_core"), "scikit-build-core of scripts/requirements-dev.txt is not installed")
+    def test_the_wheel_trains_in_an_empty_environment(self):
+        """Its Python side alone is built, and the program that is built already is installed into it, as scikit-build-core does."""
+        venv.create(self.folder / "venv")
+        python = self.folder / "venv/bin/python"
+        packages = Path(run(python, "-c", "import sysconfig; print(sysconfig.get_path('purelib'))").strip())
+        (packages / "others.pth").write_text(sysconfig.get_path("purelib"), encoding="utf-8")  # what builds it, and packages of parka prepare
+        run(sys.executable, "-m", "pip", "--python", python, "install", "--quiet", "--no-deps", "--no-build-isolation", "--disable-pip-version-check",
+            "--config-settings=wheel.cmake=false", f"--config-settings=build-dir={self.folder}/build", ROOT)
+        run("cmake", "--install", BUILD, "--prefix", packages / "parka")
+        self.check_tree(packages / "parka")
+        parka = self.folder / "venv/bin/parka"
+        environment = {key: value for key, value in os.environ.items() if not key.startswith("PARKA_")} | {"HOME": str(self.folder)}
+        model = {"d_model": 32, "num_layers": 1, "num_heads": 2, "d_ffn": 64, "vocab_size": 272}
+        (self.folder / "a.json").write_text(json.dumps({"model": model, "data": {"sequence_length": 32}, "device": {"kind": "cpu"}, "checkpoint": {"folder": "run"},
+                                                        "training": {"steps": 3, "global_batch_size": 2, "micro_batch_size": 2}}), encoding="utf-8")
+        (self.folder / "a.txt").write_text("A text. " * 500, encoding="utf-8")
+        run(parka, "prepare", "a.txt", "--tokenizer", "bytes", "--out", "data", cwd=self.folder, env=environment)
+        run(parka, "train", "a.json", "--data", "data", cwd=self.folder, env=environment)
+        self.assertTrue((self.folder / "run/step_00000003").is_dir())
+        self.assertIn("Requires-Dist: numpy", next(packages.glob("parka-*.dist-info/METADATA")).read_text(encoding="utf-8"))
 
     def test_debian_package(self):
         for tool in ("cpack", "dpkg-deb", "dpkg-shlibdeps", "file"):

@@ -34,9 +34,7 @@ ncclDataType_t type_of(const TensorView& x) { return x.dtype == DType::kF32 ? nc
 // take multiprocessors, and a GEMM beside them, which needs all of them, would need a second wave.
 ncclConfig_t communicator_config() {
   ncclConfig_t config = NCCL_CONFIG_INITIALIZER;
-#if NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0)
   config.CTAPolicy = NCCL_CTA_POLICY_ZERO;
-#endif
   return config;
 }
 

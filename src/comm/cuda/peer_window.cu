@@ -3,19 +3,14 @@
 #include <algorithm>
 #include <string>
 
+#include <nccl_device.h>
+
 #include "comm/cuda/nccl_status.h"
 #include "core/error.h"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/driver_function.h"
 
-#define PARKA_HAS_WINDOWS (NCCL_VERSION_CODE >= NCCL_VERSION(2, 28, 0))
-#if PARKA_HAS_WINDOWS
-#include <nccl_device.h>
-#endif
-
 namespace parka::cuda {
-
-#if PARKA_HAS_WINDOWS
 namespace {
 
 void check_nccl(ncclResult_t status, const char* what, ncclComm_t comm) {
@@ -138,21 +133,5 @@ void PeerWindow::all_to_all(const std::byte* in, std::byte* out, int64_t rows, i
   }
   meet(stream);
 }
-
-#else
-
-std::optional<PeerWindow> PeerWindow::open(ncclComm_t /*comm*/, void* /*memory*/, int64_t /*bytes*/,
-                                           std::byte* /*signals*/) {
-  return {};
-}
-void PeerWindow::close() {}
-void PeerWindow::exchange(const std::byte* /*in*/, std::byte* /*chunks*/, int64_t /*chunk_bytes*/,
-                          cudaStream_t /*stream*/) {}
-void PeerWindow::gather_columns(const std::byte* /*in*/, std::byte* /*out*/, int64_t /*rows*/,
-                                int64_t /*row_bytes*/, cudaStream_t /*stream*/) {}
-void PeerWindow::all_to_all(const std::byte* /*in*/, std::byte* /*out*/, int64_t /*rows*/, int64_t /*block_bytes*/,
-                            cudaStream_t /*stream*/) {}
-
-#endif
 
 }  // namespace parka::cuda

@@ -5,6 +5,7 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/log/log.h"
 #include "kernels/device/cuda/check.h"
 #include "kernels/device/cuda/cuda_device.h"
 #include "kernels/device/cuda/staging_buffer.h"
@@ -388,9 +389,16 @@ std::vector<OpTime> CudaDevice::stop_op_timer() {
 namespace parka {
 
 int num_cuda_devices() {
-  int count = 0;
+  int count = 0, driver = 0;
   if (cudaGetDeviceCount(&count) == cudaSuccess) return count;
   cudaGetLastError();  // no driver, or no GPU
+  static bool is_told = false;
+  const bool has_driver = cudaDriverGetVersion(&driver) == cudaSuccess && driver > 0;
+  if (has_driver && driver / 1000 < CUDART_VERSION / 1000 && !std::exchange(is_told, true)) {
+    log_warning(
+        "GPUs are not used: NVIDIA's driver is for CUDA {}, and this parka for {}: update it (docs/install.md)",
+        cuda::version_name(driver), cuda::version_name(CUDART_VERSION));
+  }
   return 0;
 }
 
