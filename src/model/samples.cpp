@@ -33,7 +33,8 @@ void Samples::add(Device& device, int64_t block, const SwigluForward& a, const T
   swiglu_backward(device, {.up_gate = first_rows(a.up_gate),
                            .silu = first_rows(a.silu),
                            .product = product,
-                           .activation = a.activation});
+                           .activation = a.activation,
+                           .row_factor = first_rows(a.row_factor)});
   add(device, block, QuantizedTensor::kProduct, product, a.product);
 }
 
@@ -44,7 +45,8 @@ void Samples::add(Device& device, int64_t block, const SwigluBackward& a) const 
                            .silu = first_rows(a.silu),
                            .d_product = first_rows(a.d_product),
                            .d_up_gate = d_up_gate,
-                           .activation = a.activation});
+                           .activation = a.activation,
+                           .row_factor = first_rows(a.row_factor)});
   add(device, block, QuantizedTensor::kUpGateGradient, d_up_gate, a.d_up_gate);
 }
 

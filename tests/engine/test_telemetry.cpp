@@ -158,6 +158,23 @@ TEST_CASE("telemetry reports every tensor that a recipe has in FP8", "[engine][t
   }
 }
 
+TEST_CASE("telemetry compares a mixture's tensors with what was quantized", "[engine][telemetry][moe]") {
+  const TemporaryFolder folder;
+  const std::string recipe = GENERATE("fp8_linear", "coat", "parka");
+  for (Device* device : devices()) {
+    CAPTURE(recipe, device->name());
+    Config config = tiny_config(folder.path().string(), recipe, 2);
+    config.model.norm = NormKind::kRmsNorm;
+    config.model.moe.num_experts = 4;
+    config.model.moe.experts_per_token = 2;
+    const std::vector<StepReport> reports = reports_of(config, *device, 2);
+    for (const auto& [name, tensor] : records_of(config, reports.at(1)).at(0).at("tensors").items()) {
+      CAPTURE(name, tensor.dump());
+      check_tensor(tensor, name.ends_with(".gradient"));
+    }
+  }
+}
+
 TEST_CASE("telemetry reports moments with range expansion", "[engine][telemetry]") {
   const TemporaryFolder folder;
   for (Device* device : devices()) {
