@@ -9,7 +9,6 @@ products of each kind in bf16, says how much of FP8's gain in time is left. Appe
 OUT/figures.jsonl: perplexity rises over bf16 in percent, gaps to bf16's held-out loss in nats, the share of FP8's gain.
 """
 import argparse
-import collections
 import datetime
 import fnmatch
 import json
@@ -105,18 +104,17 @@ class Measurement:
 
     def gain(self, tuned):
         """With the share of blocks of which each kind of product is in bf16, beginning with the first ones."""
-        blocks, counts = self.model["num_layers"], collections.Counter()
-        kinds = ("qkv", "attention_out", "up_gate", "down")
-        for kind in kinds:
-            counts[kind] = sum(any(fnmatch.fnmatch(f"blocks.{block}.{kind}", name) for name in tuned.get("precision.unquantized", []))
-                               for block in range(blocks))
-        names = [f"blocks.{block}.{kind}" for kind in kinds for block in range(round(counts[kind] / blocks * self.args.bench_layers))]
-        names += [name for name in tuned.get("precision.unquantized", []) if name == "head"]
+        blocks, unquantized = self.model["num_layers"], tuned.get("precision.unquantized", [])
+        names, counts = [name for name in unquantized if name == "head"], {}
+        for kind in ("qkv", "attention_out", "up_gate", "down"):
+            for suffix in (kind, f"{kind}.forward"):
+                counts[suffix] = sum(any(fnmatch.fnmatch(f"blocks.{block}.{suffix}", name) for name in unquantized) for block in range(blocks))
+                names += [f"blocks.{block}.{suffix}" for block in range(round(counts[suffix] / blocks * self.args.bench_layers))]
         of_bench = {**tuned, "precision.unquantized": names}
         seconds = [self.step_seconds(keys) for keys in ({"precision.recipe": "bf16"}, {"precision.recipe": self.args.recipe}, of_bench)]
         self.figure("tuned.of_fp8_gain", [(seconds[0] - seconds[2]) / (seconds[0] - seconds[1])], "1",
                     f"parka bench {os.path.basename(self.args.bench)}, {self.args.bench_layers} blocks, of which "
-                    f"{dict(counts)} of {blocks} as in {self.args.name}; step {seconds[0]:.4f} s in bf16, {seconds[1]:.4f} s in {self.args.recipe}, "
+                    f"{counts} of {blocks} as in {self.args.name}; step {seconds[0]:.4f} s in bf16, {seconds[1]:.4f} s in {self.args.recipe}, "
                     f"{seconds[2]:.4f} s tuned")
 
 

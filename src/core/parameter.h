@@ -50,8 +50,9 @@ struct ParameterInfo {
   Placement placement = {};
   // false: frozen. Nothing updates it, so it has no gradient, no master and no moments.
   bool trainable = true;
-  double lr_factor = 1;   // its learning rate, relative to that of the run
-  bool quantized = true;  // false: its products are in the compute format where those of others are FP8
+  double lr_factor = 1;  // its learning rate, relative to that of the run
+  // Whether its products are FP8 where those of others are: those of the backward pass, and that of forward.
+  bool quantized = true, quantized_forward = true;
   // Other than kCompute: its codes are all that is stored, whole on every rank.
   BaseFormat base = BaseFormat::kCompute;
   // The rows of each matrix where several are stored one below the other: of q, k and v. Empty: it is one.

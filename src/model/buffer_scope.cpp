@@ -85,15 +85,19 @@ TensorId BufferScope::residual(const std::string& name, int64_t width, bool is_f
 }
 
 GemmInputIds BufferScope::gemm_input(const std::string& name, int64_t width, bool save, PhaseMask forward,
-                                     PhaseMask backward, bool is_read_again, bool is_fp8, int64_t rows,
-                                     const std::string& kept_suffix) {
+                                     PhaseMask backward, bool is_read_again, bool is_fp8, bool is_fp8_forward,
+                                     int64_t rows, const std::string& kept_suffix) {
   if (rows == 0) rows = tokens();
   save = save && is_read_again;
-  const Format& format = formats_.input_of(is_fp8);
-  if (!is_fp8) {
-    return {save ? kept(name + kept_suffix, format, rows, width)
-                 : workspace(name, format, rows, width, forward | backward),
-            {}};
+  const Format& format = formats_.input_of(is_fp8_forward);
+  if (!is_fp8_forward) {
+    GemmInputIds plain = {save ? kept(name + kept_suffix, format, rows, width)
+                               : workspace(name, format, rows, width, forward | backward),
+                          {}};
+    if (is_fp8 && has_backward() && is_read_again) {
+      plain.transposed = workspace(name + "_t", formats_.activation, width, rows, backward);
+    }
+    return plain;
   }
   sample(width);
   const TensorId scale = kept_scale(name + kept_suffix);

@@ -85,9 +85,11 @@ class BufferScope {
   // that backward refills. FP8 is kept transposed, as the weight gradient wants it. `forward` and `backward` are
   // the phases in which it is written and read. `is_read_again`: there is a weight gradient. `rows` are those of
   // experts, other than T, and `kept_suffix` tells what is kept of one source of them from that of others.
-  // `is_fp8`: its products are.
+  // `is_fp8`: its products are. With `is_fp8_forward` false its rows are plain all the same, and backward quantizes
+  // them.
   GemmInputIds gemm_input(const std::string& name, int64_t width, bool save, PhaseMask forward, PhaseMask backward,
-                          bool is_read_again, bool is_fp8, int64_t rows = 0, const std::string& kept_suffix = {});
+                          bool is_read_again, bool is_fp8, bool is_fp8_forward, int64_t rows = 0,
+                          const std::string& kept_suffix = {});
   // The kTensor scale of such an input, to be kept while its codes are workspace: with the scale at hand backward
   // makes the same codes again in one pass. Invalid for other scalings.
   TensorId kept_scale(const std::string& name);

@@ -82,6 +82,10 @@ std::vector<ParameterInfo*> matches(std::vector<ParameterInfo>& parameters, cons
                   pattern, parameters.front().name, parameters[1].name);
 }
 
+bool matches_any(const std::vector<std::string>& patterns, const std::string& name) {
+  return std::ranges::any_of(patterns, [&](const auto& p) { return fnmatch(p.c_str(), name.c_str(), 0) == 0; });
+}
+
 void set_lr_factors(std::vector<ParameterInfo>& parameters, const ParameterRules& rules) {
   if (rules.lr_patterns.size() != rules.lr_factors.size()) {
     throw_bad_input("optimizer.lr_factors has {} numbers, but lr_patterns has {} entries; give one for each",
@@ -116,15 +120,17 @@ void apply_rules(std::vector<ParameterInfo>& parameters, const ParameterRules& r
   }
   for (ParameterInfo& p : parameters) {
     p.quantized = !is_unquantized(rules.unquantized, p);
-    const bool keeps_weight = rules.base == BaseFormat::kFp8 && !p.quantized;
+    p.quantized_forward = !is_forward_unquantized(rules.unquantized, p);
+    const bool keeps_weight = rules.base == BaseFormat::kFp8 && !p.quantized_forward;
     const bool may_be_coded = p.role == ParameterRole::kLinear || p.role == ParameterRole::kExperts;
     if (may_be_coded && !p.trainable && !keeps_weight) p.base = rules.base;
   }
   for (const std::string& pattern : rules.unquantized) {
-    if (std::ranges::any_of(parameters, [&](const auto& p) { return is_unquantized({pattern}, p); })) continue;
+    if (std::ranges::any_of(parameters, [&](const auto& p) { return is_forward_unquantized({pattern}, p); }))
+      continue;
     throw_bad_input(
         "precision.unquantized: no weight of a product has a name like \"{}\"; names are head, blocks.0.qkv, "
-        "blocks.0.down and so on: correct or remove it",
+        "blocks.0.down.forward and so on: correct or remove it",
         pattern);
   }
   set_lr_factors(parameters, rules);
@@ -138,8 +144,14 @@ bool is_unquantized(const std::vector<std::string>& patterns, const ParameterInf
   const bool is_of_experts =
       parameter.role == ParameterRole::kExperts || parameter.name.find(".shared.") != std::string::npos;
   if (is_of_experts || (!parameter.is_of_block() && !is_head && !is_tied)) return false;
-  const std::string& name = is_tied ? "head" : parameter.name;
-  return std::ranges::any_of(patterns, [&](const auto& p) { return fnmatch(p.c_str(), name.c_str(), 0) == 0; });
+  return matches_any(patterns, is_tied ? "head" : parameter.name);
+}
+
+bool is_forward_unquantized(const std::vector<std::string>& patterns, const ParameterInfo& parameter) {
+  const bool has_own_forward =
+      parameter.role == ParameterRole::kLinear && is_unquantized({parameter.name}, parameter);
+  return is_unquantized(patterns, parameter) ||
+         (has_own_forward && matches_any(patterns, parameter.name + ".forward"));
 }
 
 std::string block_prefix(std::string_view stack, int64_t l) { return fmt::format("{}blocks.{}.", stack, l); }
@@ -155,7 +167,7 @@ ParameterTable ParameterTable::placed(const Zero& zero, MemoryPlace linear_weigh
     const auto divided = [&](bool is_divided) {
       return !is_divided ? Shard{} : is_expert ? zero.shard_of_experts() : zero.shard;
     };
-    const bool may_move = p.role == ParameterRole::kLinear && p.quantized;
+    const bool may_move = p.role == ParameterRole::kLinear && p.quantized_forward;
     p.placement = {.memory = may_move ? linear_weights : MemoryPlace::kDevice,
                    .weight = divided(zero.shards_weights() && is_of_block),
                    .gradient = divided(zero.shards_gradients()),

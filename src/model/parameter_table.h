@@ -72,6 +72,8 @@ struct ParameterTable {
 // True if the name of a product's weight matches one of the patterns of precision.unquantized. A tied head is
 // "head".
 bool is_unquantized(const std::vector<std::string>& patterns, const ParameterInfo& parameter);
+// The same of its product in forward, which a decoder's linear layers have by themselves: "blocks.0.down.forward".
+bool is_forward_unquantized(const std::vector<std::string>& patterns, const ParameterInfo& parameter);
 
 // Layers name their parameters here, in the order in which forward uses them.
 class ParameterList {

@@ -111,6 +111,11 @@ def sharded_cases():
     for name, keys in (("", {}), (".weight_copies_both", {"weight_copies": "both"}), (".recompute", {"recompute": "block"})):
         cases.append(sharded("llama", "parka", stage3, f".unquantized{name}", merged(mixed, {"precision": keys}),
                              same_as="llama.parka.ranks4.zero2.unquantized"))
+    forward = {"precision": {"unquantized": ["blocks.0.*.forward", "*.down.forward"]}}
+    for recipe, stage in (("parka", 1), ("coat", 2)):
+        cases.append(sharded("llama", recipe, (2, stage, 0), ".forward", forward))
+        cases.append(sharded("llama", recipe, (2, stage, 0), ".forward.saving", merged(forward, {"precision": {
+            "recompute": "block", "offload_blocks": 1, "weight_copies": "none"}}), same_as=f"llama.{recipe}.ranks2.zero{stage}.forward"))
     saving = {"precision": {"recompute": "block", "offload_blocks": 1}}
     cases.append(sharded("llama", "parka", stage3, ".recompute.offload", saving, same_as="llama.parka.ranks4.zero3"))
     cases.append(sharded("llama", "parka", (4, 2, 2), ".telemetry", {"telemetry": {"interval": 3}}))

@@ -88,6 +88,29 @@ TEST_CASE("with all products unquantized FP8 GEMMs leave the bits of bf16, forwa
   }
 }
 
+TEST_CASE("a product of forward that is named alone has the bits of bf16, and FP8 gradients", "[model]") {
+  ModelConfig post_norms = dense();
+  post_norms.norm_placement = NormPlacement::kAfter;
+  for (const ModelConfig& config : {dense(), post_norms}) {
+    const Run bf16(config, precision_recipe(Recipe::kBf16), {});
+    for (const Recipe recipe : {Recipe::kFp8Linear, Recipe::kFp8Block}) {
+      for (const bool saves : {true, false}) {
+        PrecisionConfig precision = precision_recipe(recipe);
+        precision.save_norm_output = precision.save_product = saves;
+        const Run forward(config, precision, {"*.forward"}), fp8(config, precision, {});
+        CHECK(forward.losses == bf16.losses);
+        CHECK(forward.gradients != bf16.gradients);
+        for (size_t i = 0; i < bf16.gradients.size(); ++i) {
+          CHECK(relative_error(forward.gradients[i], bf16.gradients[i]) < 0.2);
+        }
+        const Run mixed(config, precision, {"blocks.0.*.forward", "*.down.forward", "*.attention_out.forward"});
+        CHECK(mixed.losses != fp8.losses);
+        CHECK(mixed.losses != bf16.losses);
+      }
+    }
+  }
+}
+
 TEST_CASE("the named products leave FP8, and no others", "[model]") {
   const PrecisionConfig precision = precision_recipe(Recipe::kFp8Linear);
   const Run run(dense(), precision, {"blocks.0.qkv", "*.down"}, /*samples=*/true);

@@ -24,8 +24,9 @@ struct Choice {
   std::vector<std::string> weights = {};     // of products
   std::vector<std::string> overrides = {};   // of what is kept
   void (*keep)(PrecisionConfig&) = nullptr;  // does what these say
-  double cost = 0;  // bf16's operations of a token that it takes more than FP8, or their time
-  double rise = 0;  // in loss, nats, with this alone in FP8
+  double gain = 0;                           // what FP8 saves of a token's time, in operations of bf16
+  double cost = 0;                           // and what of that is lost outside FP8
+  double rise = 0;                           // in loss, nats, with this alone in FP8
 };
 
 // The first and the last block are like no others; those between are in equal parts.
@@ -43,7 +44,7 @@ void add_products(const Config& config, std::vector<Choice>& choices) {
     const ParameterInfo& p = table.all[i];
     const bool is_head = static_cast<int>(i) == table.head, is_of_block = p.unit > 0 && !is_head;
     const std::string name = is_head ? "head" : p.name;
-    if (!p.quantized || !is_unquantized({name}, p)) continue;
+    if (!p.quantized_forward || !is_unquantized({name}, p)) continue;
     if (!(is_head ? formats.fp8_head : is_of_block && formats.fp8_gemm)) continue;
     const int64_t block = is_head ? 0 : p.unit - 1;
     const std::string kind = is_head ? "head" : p.name.substr(block_prefix(kDecoder, block).size());
@@ -51,8 +52,13 @@ void add_products(const Config& config, std::vector<Choice>& choices) {
     if (is_new) choices.push_back({.name = is_head ? kind : fmt::format("{} of block {}", kind, block)});
     Choice& choice = choices[place->second];
     if (!is_new) choice.name = fmt::format("{} to {}", choice.name.substr(0, choice.name.find(" to ")), block);
-    choice.weights.push_back(name);
-    choice.cost += 3 * static_cast<double>(p.active_numel());  // half of three products
+    // The loss is that of forward: where this product can leave FP8 alone, those of backward stay.
+    const std::string forward = p.name + ".forward";
+    const bool leaves_alone = config.distributed.zero_stage < 3 && is_forward_unquantized({forward}, p);
+    choice.weights.push_back(leaves_alone ? forward : name);
+    const auto product = static_cast<double>(p.active_numel());  // half of its two operations for each element
+    choice.gain += 3 * product;
+    choice.cost += leaves_alone ? product : 3 * product;
   }
 }
 
@@ -62,7 +68,7 @@ void add_kept(const Config& config, std::vector<Choice>& choices) {
   const ModelConfig& m = config.model;
   const PrecisionConfig& p = config.precision;
   const auto add = [&](Choice choice, int64_t columns) {
-    choice.cost = 2 * kOperationsPerByte * static_cast<double>(m.num_layers * columns);
+    choice.gain = choice.cost = 2 * kOperationsPerByte * static_cast<double>(m.num_layers * columns);
     choices.push_back(std::move(choice));
   };
   if (p.qkv == Storage::kFp8) {
@@ -190,7 +196,10 @@ int run_tune_precision(const TunePrecisionOptions& options) {
   const std::vector<Choice>& choices = tuning.choices();
   std::vector<std::string> overrides = options.overrides, own = overrides_of(config, choices, count);
   double lost = 0, all = 0;
-  for (size_t i = 0; i < choices.size(); ++i) (i < count ? lost : all) += choices[i].cost;
+  for (size_t i = 0; i < choices.size(); ++i) {
+    all += choices[i].gain;
+    if (i < count) lost += choices[i].cost;
+  }
   overrides.insert(overrides.end(), own.begin(), own.end());
   write_given_keys(options.write_path, options.config_path, overrides);
   const Config tuned = GivenConfig::read(options.config_path, options.overrides).with(own);
@@ -199,7 +208,7 @@ int run_tune_precision(const TunePrecisionOptions& options) {
   fmt::print("\nleave FP8: {}\n", count == 0 ? "nothing" : fmt::format("{}", fmt::join(leaving, "; ")));
   fmt::print("loss {:.5f}: perplexity {:+.2f} %\n", reached, percent(reached, plain));
   fmt::print("{:.0f} % of the time that FP8 saves is kept, by operations and bytes; memory {:+.2f} GB\n",
-             100 * all / (all + lost),
+             100 * (1 - lost / all),
              1e-9 * static_cast<double>(planned_bytes(tuned, 1) - planned_bytes(config, 1)));
   fmt::print("wrote {}; next: parka train {}\n", options.write_path, options.write_path);
   return 0;

@@ -218,7 +218,14 @@ void check_vision(const Config& c) {
 // Bounds on what is later computed in 64-bit integers, far above any machine, and on what a GPU's kernels take.
 void check_size(const Config& c) {
   // Refuses too many, and patterns of names that none has or without a factor each.
-  make_parameter_table(c.model, c.optimizer.decay_embeddings, c.parameter_rules());
+  const ParameterTable table = make_parameter_table(c.model, c.optimizer.decay_embeddings, c.parameter_rules());
+  const auto reads_both = [](const ParameterInfo& p) { return p.quantized && !p.quantized_forward; };
+  if (c.distributed.zero_stage == 3 && c.precision.gemm != GemmPrecision::kCompute &&
+      std::ranges::any_of(table.all, reads_both)) {
+    throw_bad_input(
+        "precision.unquantized: a product of forward alone needs bf16 weights, and distributed.zero_stage = 3 gathers "
+        "FP8 codes; name the weight without .forward, or use zero_stage = 2");
+  }
   const auto length = static_cast<double>(c.data.sequence_length);
   const double tokens = static_cast<double>(c.training.micro_batch_size) * length;
   const double rows = tokens / static_cast<double>(c.distributed.context_parallel);

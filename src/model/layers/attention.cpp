@@ -87,11 +87,12 @@ void Attention::declare_output(BufferScope& scope) {
   const Format& format = scope.formats().activation;
   const PhaseMask forward = scope.forward(kForwardAttention);
   // With exchanged heads quantize finds the maximum, on each rank for its own tokens.
-  if (format.scaling == Scaling::kTensor && scope.shape().context_size == 1) {
+  const bool is_forward = out_layer_.is_fp8_forward();
+  if (is_forward && format.scaling == Scaling::kTensor && scope.shape().context_size == 1) {
     amax_ = scope.workspace("attention_amax", DType::kF32, {1}, forward);
   }
-  const TensorId scale = scope.kept_scale("attention_fp8");
-  attention_fp8_.row = scope.workspace("attention_fp8", format, T, d_heads(), forward, scale);
+  const TensorId scale = is_forward ? scope.kept_scale("attention_fp8") : TensorId{};
+  if (is_forward) attention_fp8_.row = scope.workspace("attention_fp8", format, T, d_heads(), forward, scale);
   if (!scope.has_backward() || !out_layer_.trains_weight()) return;
   attention_fp8_.transposed =
       scope.workspace("attention_fp8_t", format, d_heads(), T, kBackwardAttentionOut, scale);
@@ -294,10 +295,11 @@ GemmInput Attention::output_again(const StepContext& step, const TensorView& att
   const int64_t T = step.num_tokens();
   const GemmInput again = {attention, step.matrix(attention_fp8_.transposed, d_heads(), T)};
   // With the scale that forward kept: the same codes.
-  quantize(step.device, {.x = attention,
-                         .out = {},
-                         .out_t = again.transposed,
-                         .scale_given = again.transposed.scaling == Scaling::kTensor});
+  quantize(step.device,
+           {.x = attention,
+            .out = {},
+            .out_t = again.transposed,
+            .scale_given = again.transposed.scaling == Scaling::kTensor && out_layer_.is_fp8_forward()});
   return again;
 }
 

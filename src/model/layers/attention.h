@@ -33,6 +33,7 @@ class Attention {
   void declare(BufferScope& scope);
   bool reads_input_again() const { return qkv_layer_.reads_input_again(); }
   bool reads_fp8() const { return qkv_layer_.is_fp8(); }
+  bool reads_fp8_forward() const { return qkv_layer_.is_fp8_forward(); }
   bool reads_fp8_gradient() const { return out_layer_.is_fp8(); }
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void backward(const StepContext& step, const GemmInput& d_out, const InputAgain& x, const TensorView& d_x) const;

@@ -16,8 +16,8 @@ namespace parka {
 //   kForwardPhase                     in which forward runs
 //   kRowsPhases, kTransposedPhases    in which backward reads the gradient of `out`, in rows and transposed
 //   kLastBackwardPhase                in which it reads x again and writes the gradient of x
-// reads_input_again() says whether backward reads x at all, reads_fp8() and reads_fp8_gradient() whether it wants
-// x and the gradient of `out` in FP8.
+// reads_input_again() says whether backward reads x at all, reads_fp8(), reads_fp8_forward() and
+// reads_fp8_gradient() whether it wants x, x in forward and the gradient of `out` in FP8.
 //   kReadsPlainInput, if there                   it wants x in the compute format as well
 //   kNormInput, kNormOutput, kPostNormInput, kOutputGradient    what telemetry calls the tensors around it
 template <typename Inner>
@@ -44,7 +44,8 @@ class Branch {
 
   void declare(BufferScope& scope, bool is_first_of_block) {
     norm_.declare_in_branch(scope, Inner::kNormName, is_first_of_block, scope.forward(Inner::kForwardPhase),
-                            Inner::kLastBackwardPhase, inner_.reads_input_again(), inner_.reads_fp8(), kReadsPlain);
+                            Inner::kLastBackwardPhase, inner_.reads_input_again(), inner_.reads_fp8(),
+                            inner_.reads_fp8_forward(), kReadsPlain);
     inner_.declare(scope);
     if (post_norm_) post_norm_->declare_for_sum(scope, Inner::kPostNormName);
   }

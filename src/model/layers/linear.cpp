@@ -22,6 +22,7 @@ Linear::Linear(const PrecisionConfig& precision, const ParameterTable& table, co
   PARKA_REQUIRE(weight_ >= 0);
   const ParameterInfo& weight = table.all[static_cast<size_t>(weight_)];
   is_fp8_ = precision.gemm != GemmPrecision::kCompute && weight.is_of_block() && weight.quantized;
+  is_fp8_forward_ = is_fp8_ && weight.quantized_forward;
   adapters_ = Adapters(table, name, is_fp8_);
 }
 
@@ -36,8 +37,8 @@ void Linear::forward(const StepContext& step, const ScaledView& x, const TensorV
 
 Gemm Linear::product(const StepContext& step, const ScaledView& x, const TensorView& out) const {
   return {.a = x,
-          .b = is_fp8_ ? step.weights.quantized(step.device, weight_)
-                       : ScaledView(step.weights.operand(step.device, weight_)),
+          .b = is_fp8_forward_ ? step.weights.quantized(step.device, weight_)
+                               : ScaledView(step.weights.operand(step.device, weight_)),
           .out = out,
           .fast_accumulation = true};
 }

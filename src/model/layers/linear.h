@@ -43,7 +43,9 @@ class Linear {
   bool is_product() const { return adapters_.empty() && bias_ < 0; }
   Gemm product(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void input_gradient(const StepContext& step, const GemmInput& d_out, const TensorView& d_x) const;
-  bool is_fp8() const { return is_fp8_; }  // its products
+  // Whether its products are FP8: those of backward, and that of forward.
+  bool is_fp8() const { return is_fp8_; }
+  bool is_fp8_forward() const { return is_fp8_forward_; }
   // True if the weight is trained, and if it or an adapter is: else nobody needs the input again.
   bool trains_weight() const { return trains_weight_; }
   bool reads_input_again() const { return trains_weight_ || !adapters_.empty(); }
@@ -56,7 +58,7 @@ class Linear {
   int weight_;
   int bias_;  // -1: none
   bool trains_weight_, trains_bias_;
-  bool is_fp8_;
+  bool is_fp8_, is_fp8_forward_;
   Adapters adapters_;
 };
 

@@ -31,7 +31,7 @@ void Mlp::declare(BufferScope& scope) {
     hidden_ = scope.kept("hidden", scope.compute(), {T, f});
   }
   product_ = scope.gemm_input("product", f, saves_product_, forward, kBackwardSwiglu, fc2_.reads_input_again(),
-                              fc2_.is_fp8());
+                              fc2_.is_fp8(), fc2_.is_fp8());
   if (fc2_.is_fp8()) {
     activated_ = scope.workspace("activated", scope.compute(), {T, f}, forward | kBackwardSwiglu);
   }

@@ -27,6 +27,7 @@ class Mlp {
   void declare(BufferScope& scope);
   bool reads_input_again() const { return fc1_.reads_input_again(); }
   bool reads_fp8() const { return fc1_.is_fp8(); }
+  bool reads_fp8_forward() const { return fc1_.is_fp8_forward(); }
   bool reads_fp8_gradient() const { return fc2_.is_fp8(); }
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void backward(const StepContext& step, const GemmInput& d_out, const InputAgain& x, const TensorView& d_x) const;

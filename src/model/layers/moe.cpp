@@ -148,7 +148,7 @@ void Moe::declare(BufferScope& scope) {
       scope.sample(2 * f, f);
     }
     own.product = scope.gemm_input("expert_product", f, saves_product_, forward, in(kBackwardSwiglu), trains_down_,
-                                   is_fp8_, R, suffix);
+                                   is_fp8_, is_fp8_, R, suffix);
   }
   if (!goes_back) return;
   if (is_divided()) {

@@ -68,6 +68,7 @@ class Moe {
   void declare(BufferScope& scope);
   bool reads_input_again() const;
   bool reads_fp8() const { return is_fp8_; }
+  bool reads_fp8_forward() const { return is_fp8_; }
   bool reads_fp8_gradient() const { return is_fp8_; }
   // `plain` is x in the compute format.
   void forward(const StepContext& step, const ScaledView& x, const TensorView& plain, const TensorView& out) const;

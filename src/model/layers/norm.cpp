@@ -1,5 +1,7 @@
 #include "model/layers/norm.h"
 
+#include "kernels/ops/quantize/quantize.h"
+
 namespace parka {
 
 void Norm::add_parameters(ParameterList& list, NormKind kind, int64_t width, const std::string& name) {
@@ -23,23 +25,29 @@ Norm::Norm(NormKind kind, int64_t width, double eps, const ParameterTable& table
 }
 
 void Norm::declare_in_branch(BufferScope& scope, const std::string& name, bool is_first_of_block, PhaseMask forward,
-                             PhaseMask backward, bool is_read_again, bool is_fp8, bool is_read_plain) {
+                             PhaseMask backward, bool is_read_again, bool is_fp8, bool is_fp8_forward,
+                             bool is_read_plain) {
   PARKA_REQUIRE(!is_read_plain || kind_ != NormKind::kNone);
   if (kind_ == NormKind::kNone) {
     // Backward reads nothing but the linear layer's input: the sum itself, or FP8 codes of it. Nothing smaller is
     // saved from which these could be recomputed.
-    sum_ = scope.residual(name + ".input", width_, is_first_of_block, /*keep=*/!is_fp8 && is_read_again);
-    output_ = is_fp8 ? scope.gemm_input(name + ".output", width_, /*save=*/true, forward, backward, is_read_again,
-                                        /*is_fp8=*/true)
-                     : GemmInputIds{{sum_, {}, scope.formats().compute}, {}};
+    sum_ = scope.residual(name + ".input", width_, is_first_of_block, /*keep=*/!is_fp8_forward && is_read_again);
+    output_ = is_fp8_forward ? scope.gemm_input(name + ".output", width_, /*save=*/true, forward, backward,
+                                                is_read_again, /*is_fp8=*/true, /*is_fp8_forward=*/true)
+                             : GemmInputIds{{sum_, {}, scope.formats().compute}, {}};
+    if (is_fp8 && !is_fp8_forward && scope.has_backward() && is_read_again) {
+      output_.transposed =
+          scope.workspace(name + ".output_t", scope.formats().activation, width_, scope.tokens(), backward);
+    }
     return;
   }
   sum_ = scope.residual(name + ".input", width_, is_first_of_block,
                         /*keep=*/scope.formats().norm_input.scaling == Scaling::kNone);
   declare_statistics(scope, name);
   saves_output_ = scope.precision().save_norm_output;
-  output_ = scope.gemm_input(name + ".output", width_, saves_output_, forward, backward, is_read_again, is_fp8);
-  if (is_read_plain && is_fp8) {
+  output_ = scope.gemm_input(name + ".output", width_, saves_output_, forward, backward, is_read_again, is_fp8,
+                             is_fp8_forward);
+  if (is_read_plain && is_fp8_forward) {
     plain_ = scope.workspace(name + ".plain_output", scope.compute(), {scope.tokens(), width_},
                              forward | (scope.has_backward() ? backward : PhaseMask{0}));
   }
@@ -83,7 +91,7 @@ ScaledView Norm::output(const StepContext& step) const {
 
 void Norm::forward(const StepContext& step, const TensorView& residual, const TensorView& branch) const {
   // Not kept: backward makes it again, or does not read it.
-  const bool transposed = step.keep && saves_output_;
+  const bool transposed = step.keep && saves_output_ && output_.row.format.scaling != Scaling::kNone;
   run(step, residual, branch, output(step),
       transposed ? step.matrix(output_.transposed, width_, step.num_tokens()) : ScaledView{});
 }
@@ -110,9 +118,11 @@ void Norm::run(const StepContext& step, const TensorView& residual, const Tensor
 
 GemmInput Norm::output_again(const StepContext& step) const {
   const int64_t T = step.num_tokens();
-  const bool is_fp8 = output_.transposed.valid();
-  const GemmInput y = {is_fp8 ? ScaledView{} : output(step), step.matrix(output_.transposed, width_, T)};
-  if (!saves_output_) make_again(step, y.row, y.transposed);
+  const bool is_fp8 = output_.transposed.valid(), is_plain = output_.row.format.scaling == Scaling::kNone;
+  const GemmInput y = {is_fp8 && !is_plain ? ScaledView{} : output(step),
+                       step.matrix(output_.transposed, width_, T)};
+  if (!saves_output_) make_again(step, y.row, is_plain ? ScaledView{} : y.transposed);
+  if (is_fp8 && is_plain) quantize(step.device, {.x = y.row, .out = {}, .out_t = y.transposed});
   return y;
 }
 

@@ -21,10 +21,11 @@ class Norm {
 
   // Before a layer whose first op is a linear layer: it keeps the sum, in FP8 with precision.norm_input, and
   // that linear layer's input. `forward` and `backward` are the phases in which that is written and read.
-  // `is_read_again`: the linear layer has a weight gradient. `is_fp8`: it reads codes. `is_read_plain`:
-  // plain_output() is wanted, too.
+  // `is_read_again`: the linear layer has a weight gradient. `is_fp8`: it reads codes, and
+  // `is_fp8_forward` whether in forward, too. `is_read_plain`: plain_output() is wanted, too.
   void declare_in_branch(BufferScope& scope, const std::string& name, bool is_first_of_block, PhaseMask forward,
-                         PhaseMask backward, bool is_read_again, bool is_fp8, bool is_read_plain = false);
+                         PhaseMask backward, bool is_read_again, bool is_fp8, bool is_fp8_forward,
+                         bool is_read_plain = false);
   // After such a layer, which writes into sum(). It keeps that, in FP8 with precision.norm_input.
   void declare_for_sum(BufferScope& scope, const std::string& name);
   // For layers whose forward and backward are one phase: nothing is saved, and all is in the compute format.

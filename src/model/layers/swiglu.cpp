@@ -2,6 +2,7 @@
 
 #include <utility>
 
+#include "kernels/ops/quantize/quantize.h"
 #include "kernels/ops/swiglu/swiglu.h"
 
 namespace parka {
@@ -52,7 +53,7 @@ void Swiglu::declare(BufferScope& scope) {
     scope.sample(2 * f, f);
   }
   product_ = scope.gemm_input(buffers_ + "product", f, saves_product_, forward, kBackwardSwiglu,
-                              down_layer_.reads_input_again(), down_layer_.is_fp8());
+                              down_layer_.reads_input_again(), down_layer_.is_fp8(), down_layer_.is_fp8_forward());
   if (!scope.has_backward()) return;
   constexpr PhaseMask kGradient = kBackwardSwiglu | kBackwardUpGate;
   d_product_ = scope.workspace(buffers_ + "d_product", scope.compute(), {T, f}, kBackwardDown | kBackwardSwiglu);
@@ -71,13 +72,14 @@ void Swiglu::forward(const StepContext& step, const ScaledView& x, const TensorV
   const ScaledView up_gate = step.matrix(up_gate_, T, 2 * f), product = step.matrix(product_.row, T, f);
   const TensorView up_gate_plain = step.tensor(up_gate_plain_, T, 2 * f);
   const TensorView projected = up_gate_plain.empty() ? up_gate.data : up_gate_plain;
-  const SwigluForward swiglu = {
-      .up_gate = up_gate,
-      .silu = step.matrix(silu_, T, f),
-      .product = product,
-      .product_t = step.keep && saves_product_ ? step.matrix(product_.transposed, f, T) : ScaledView{},
-      .up_gate_plain = up_gate_plain,
-      .activation = activation_};
+  const SwigluForward swiglu = {.up_gate = up_gate,
+                                .silu = step.matrix(silu_, T, f),
+                                .product = product,
+                                .product_t = step.keep && saves_product_ && down_layer_.is_fp8_forward()
+                                                 ? step.matrix(product_.transposed, f, T)
+                                                 : ScaledView{},
+                                .up_gate_plain = up_gate_plain,
+                                .activation = activation_};
   if (up_gate_layer_.is_product() && !up_gate_plain.empty()) {
     project(step, {up_gate_layer_.product(step, x, projected), swiglu});
   } else {
@@ -92,9 +94,9 @@ void Swiglu::backward(const StepContext& step, const GemmInput& d_out, const Inp
                       const TensorView& d_x) const {
   const int64_t T = step.num_tokens(), f = d_ffn_;
   const TensorView d_product = step.tensor(d_product_, T, f);
-  const bool is_fp8 = product_.transposed.valid(),
+  const bool is_fp8 = product_.transposed.valid(), is_plain = !down_layer_.is_fp8_forward(),
              makes_product = down_layer_.reads_input_again() && !saves_product_;
-  const GemmInput product = {is_fp8 ? ScaledView{} : step.matrix(product_.row, T, f),
+  const GemmInput product = {is_fp8 && !is_plain ? ScaledView{} : step.matrix(product_.row, T, f),
                              step.matrix(product_.transposed, f, T)};
   const GemmInput d_up_gate = {step.matrix(d_up_gate_.row, T, 2 * f), step.matrix(d_up_gate_.transposed, 2 * f, T)};
   down_layer_.input_gradient(step, d_out, d_product);
@@ -105,10 +107,11 @@ void Swiglu::backward(const StepContext& step, const GemmInput& d_out, const Inp
                                  .d_up_gate_t = d_up_gate.transposed,
                                  .samples_amax = samples_amax_,
                                  .product = makes_product ? product.row : ScaledView{},
-                                 .product_t = makes_product ? product.transposed : ScaledView{},
+                                 .product_t = makes_product && !is_plain ? product.transposed : ScaledView{},
                                  .activation = activation_};
   swiglu_backward(step.device, swiglu);
   step.samples.add(step.device, block_, swiglu);
+  if (is_fp8 && is_plain) quantize(step.device, {.x = product.row, .out = {}, .out_t = product.transposed});
   if (down_layer_.reads_input_again()) down_layer_.weight_gradient(step, d_out, product);
   up_gate_layer_.input_gradient(step, d_up_gate, d_x);
   if (up_gate_layer_.reads_input_again()) up_gate_layer_.weight_gradient(step, d_up_gate, x());

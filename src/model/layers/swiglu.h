@@ -29,6 +29,7 @@ class Swiglu {
   void declare(BufferScope& scope);
   bool reads_input_again() const { return up_gate_layer_.reads_input_again(); }
   bool reads_fp8() const { return up_gate_layer_.is_fp8(); }
+  bool reads_fp8_forward() const { return up_gate_layer_.is_fp8_forward(); }
   bool reads_fp8_gradient() const { return down_layer_.is_fp8(); }
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void backward(const StepContext& step, const GemmInput& d_out, const InputAgain& x, const TensorView& d_x) const;
