@@ -1,11 +1,9 @@
 #include "kernels/ops/optimizer/muon.h"
 
-#include <algorithm>
 #include <type_traits>
 #include <utility>
 
 #include "kernels/cuda/gemm/gemm_cache.h"
-#include "kernels/cuda/optimizer/block_scheduler.cuh"
 #include "kernels/cuda/optimizer/step_kernels.cuh"
 #include "kernels/op/workspace.h"
 
@@ -21,141 +19,112 @@ struct MomentumConstants {
       : mu(static_cast<float>(a.mu)), gain(static_cast<float>(1.0 - a.mu)) {}
 };
 
-template <typename GradientOf, typename Momentum>
+template <typename Gradient, typename Momentum>
 struct MomentumTensors {
-  using Part = typename Momentum::Part;
-
-  GradientOf gradient;
+  Gradient gradient;
   Momentum momentum;
-  BFloat16* direction_N;
+  PlainTensor<BFloat16> direction;
 
   PARKA_HOST_DEVICE void move(int64_t elements) {
     gradient.move(elements);
     momentum.move(elements);
-    direction_N += elements;
-  }
-  template <bool kWhole>
-  __device__ void store_direction(const Part& part, const PartValues<Part>& u) const {
-    store_part<kWhole>(direction_N, part, to_stored<BFloat16, Part>(u));
+    direction.move(elements);
   }
 };
 
 // Makes directions of gradients g, and next momenta of b. Each operation is rounded by itself, as on the CPU.
-template <typename Part>
-__device__ void update_momentum(const MomentumConstants& c, float grad_scale, PartValues<Part>& g,
-                                PartValues<Part>& b) {
-  for_each_element<Part>([&](int pack, int i) {
-    const float g_i = __fmul_rn(g[pack][i], grad_scale);
-    float& b_i = b[pack][i];
-    b_i = __fadd_rn(b_i, __fmul_rn(c.gain, __fsub_rn(g_i, b_i)));
-    g[pack][i] = __fadd_rn(g_i, __fmul_rn(c.mu, __fsub_rn(b_i, g_i)));
+template <typename Shape>
+__device__ void update_momentum(const MomentumConstants& c, float grad_scale, float (&g)[Shape::kCount],
+                                float (&b)[Shape::kCount]) {
+  for_each_element<Shape>([&](int e) {
+    const float g_e = __fmul_rn(g[e], grad_scale);
+    b[e] = __fadd_rn(b[e], __fmul_rn(c.gain, __fsub_rn(g_e, b[e])));
+    g[e] = __fadd_rn(g_e, __fmul_rn(c.mu, __fsub_rn(b[e], g_e)));
   });
 }
 
-template <typename Tensors>
-__global__ void __launch_bounds__(Tensors::Part::kThreads)
+template <typename Shape, typename Tensors>
+__global__ void __launch_bounds__(Shape::kThreads)
     muon_momentum_kernel(Tensors tensors, const float* grad_scale, MomentumConstants constants, int64_t N,
                          bool aligned) {
-  using Part = typename Tensors::Part;
   const float scale = *grad_scale;
-  with_part<Part>(N, aligned, [&](const auto& part, int64_t first, auto whole) {
+  with_part<Shape>(N, aligned, [&](const auto& part, int64_t first) {
     tensors.move(first);
-    PartValues<Part> g = {}, b;
+    float g[Shape::kCount] = {}, b[Shape::kCount];
     if (isfinite(scale)) {
-      to_floats(tensors.gradient.template load<whole.value>(part), g);
-      tensors.momentum.template read<whole.value>(part, b);
-      update_momentum<Part>(constants, scale, g, b);
-      tensors.momentum.template write<whole.value>(part, b);
+      to_floats(tensors.gradient.load(part), g);
+      to_floats(tensors.momentum.load(part), b);
+      update_momentum<Shape>(constants, scale, g, b);
+      tensors.momentum.store(part, b);
     }
-    tensors.template store_direction<whole.value>(part, g);
+    tensors.direction.store(part, g);
   });
 }
 
-template <typename GradientOf, typename Momentum>
+template <typename Gradient, typename Momentum>
 struct LoadedMomentum {
-  GradientOf gradient;
+  Gradient gradient;
   Momentum momentum;
 };
 
-// Of `count` times Part::kBlockElements elements of aligned tensors, with an expanded fp8 momentum; made as
+// Of `count` times Shape::kBlockElements elements of aligned tensors, with an expanded fp8 momentum; made as
 // adamw_fp8_kernel is, but with more warps, because each has fewer bytes under way.
-template <typename Tensors>
-__global__ void __launch_bounds__(Tensors::Part::kThreads, 1)
+template <typename Shape, typename Tensors>
+__global__ void __launch_bounds__(Shape::kThreads, 1)
     muon_momentum_fp8_kernel(const __grid_constant__ Tensors tensors, const float* grad_scale,
                              MomentumConstants constants, int count, unsigned* counters) {
-  using Part = typename Tensors::Part;
+  constexpr WholePart<Shape> part;
   wait_for_kernel_before();
   const float scale = *grad_scale;
   if (!isfinite(scale)) {
-    const PartValues<Part> zeros = {};
+    const float zeros[Shape::kCount] = {};
     for (int block = static_cast<int>(blockIdx.x); block < count; block += static_cast<int>(gridDim.x)) {
-      of_block(tensors, block).template store_direction<true>(Part{}, zeros);
+      at_block<Shape>(tensors, block).direction.store(part, zeros);
     }
     return;
   }
   BlockScheduler scheduler(counters, count);
   const auto load_block = [&](int block) {
-    const Tensors at = of_block(tensors, block);
-    return LoadedMomentum{at.gradient.template load<true>(Part{}), at.momentum.template load<true>(Part{})};
+    const Tensors at = at_block<Shape>(tensors, block);
+    return LoadedMomentum{at.gradient.load(part), at.momentum.load(part)};
   };
   auto elements = load_block(scheduler.block());
-
-  extern __shared__ uint4 shared[];
-  auto& roots = *reinterpret_cast<RootTable*>(shared);
-  copy_roots<Part::kThreads>(kRootTable, roots);
-  __syncthreads();
+  const RootTable& roots = copy_roots<Shape::kThreads>();
 
   for (; scheduler.has_block(); scheduler.advance()) {
     scheduler.ask();
-    const Tensors at = of_block(tensors, scheduler.block());
-    PartValues<Part> g, b;
+    const Tensors at = at_block<Shape>(tensors, scheduler.block());
+    float g[Shape::kCount], b[Shape::kCount];
     to_floats(elements.gradient, g);
-    at.momentum.decode(elements.momentum, roots, b);
-    update_momentum<Part>(constants, scale, g, b);
-    at.template store_direction<true>(Part{}, g);
+    decode(elements.momentum, roots, b);
+    update_momentum<Shape>(constants, scale, g, b);
+    at.direction.store(part, g);
     if (scheduler.has_next()) elements = load_block(scheduler.next());
-    at.momentum.template store<true>(Part{}, b, at.momentum.extremes(b));
+    at.momentum.store(part, b);
   }
-  BlockScheduler::end<Part::kThreads>(counters);
+  BlockScheduler::end<Shape::kThreads>(counters);
 }
 
-using FastPart = LanePart<2, 8, 24>;
-
-// Elements that the fast kernel can have, from the first on.
-int64_t num_fast_elements(const CudaDevice& device, const MuonMomentum& a) {
-  const bool can = !a.momentum.exponent.empty() &&
-                   is_aligned_for<FastPart>({a.gradient, a.momentum.values, a.direction}) &&
-                   device.properties().sharedMemPerBlockOptin >= sizeof(RootTable);
-  return can ? a.gradient.numel() / FastPart::kBlockElements * FastPart::kBlockElements : 0;
-}
+using FastShape = PartShape<2, 8, 24>;
 
 void fast_momentum(CudaDevice& device, const MuonMomentum& a, int64_t num_elements) {
-  const int count = static_cast<int>(num_elements / FastPart::kBlockElements);
-  const int blocks = std::min(count, device.num_multiprocessors());
-  with_plain_type(a.gradient.dtype, [&](auto type) {
-    using T = decltype(type);
-    using Momentum = Fp8Moment<FastPart, false, true>;
-    const MomentumTensors<Gradient<T>, Momentum> tensors{
-        {a.gradient.as<T>()}, Momentum(a.momentum), a.direction.as<BFloat16>()};
-    auto* const kernel = muon_momentum_fp8_kernel<std::remove_const_t<decltype(tensors)>>;
-    constexpr int kSharedBytes = sizeof(RootTable);
-    check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, kSharedBytes), "muon_momentum");
-    launch_early(device, "muon_momentum", kernel, {blocks, FastPart::kThreads, kSharedBytes}, tensors,
-                 a.grad_scale.as<float>(), MomentumConstants(a), count, device.counters());
+  with_plain_tensor(a.gradient, [&](auto gradient) {
+    MomentumTensors tensors{gradient, Fp8Moment<false, true>(a.momentum), {a.direction.as<BFloat16>()}};
+    launch_with_roots<FastShape>(device, "muon_momentum", muon_momentum_fp8_kernel<FastShape, decltype(tensors)>,
+                                 num_elements, tensors, a.grad_scale.as<float>(), MomentumConstants(a));
   });
 }
 
 // Of the elements from number `begin` on, a multiple of 128.
 template <typename Momentum>
 void any_momentum(CudaDevice& device, const MuonMomentum& a, const Momentum& momentum, int64_t begin = 0) {
-  using Part = typename Momentum::Part;
   const int64_t N = a.gradient.numel() - begin;
   if (N == 0) return;
-  MomentumTensors<AnyGradient, Momentum> tensors{AnyGradient(a.gradient), momentum, a.direction.as<BFloat16>()};
+  MomentumTensors tensors{AnyGradient(a.gradient), momentum, {a.direction.as<BFloat16>()}};
   tensors.move(begin);
-  const bool aligned = is_aligned_for<Part>({a.gradient, a.momentum.values, a.direction});
-  launch(device, "muon_momentum", muon_momentum_kernel<decltype(tensors)>,
-         {ceil_div(N, Part::kBlockElements), Part::kThreads}, tensors, a.grad_scale.as<float>(),
+  const bool aligned = is_aligned_for<SmallShape>({a.gradient, a.momentum.values, a.direction});
+  launch(device, "muon_momentum", muon_momentum_kernel<SmallShape, decltype(tensors)>,
+         {ceil_div(N, SmallShape::kBlockElements), SmallShape::kThreads}, tensors, a.grad_scale.as<float>(),
          MomentumConstants(a), N, aligned);
 }
 
@@ -167,39 +136,38 @@ struct StepConstants {
 
 template <typename Weights>
 struct StepTensors {
-  using LargestWeight = LargestStored<std::remove_pointer_t<decltype(Weights::weight_N)>>;
-
   Weights weights;
-  const BFloat16* direction_N;
+  PlainTensor<BFloat16> direction;
 
   PARKA_HOST_DEVICE void move(int64_t elements) {
     weights.move(elements);
-    direction_N += elements;
+    direction.move(elements);
   }
 };
 
-using StepPart = LanePart<1, 8, 8>;
+using StepShape = PartShape<1, 8, 8>;
 
-template <typename Tensors>
-__global__ void __launch_bounds__(StepPart::kThreads)
-    muon_step_kernel(Tensors tensors, const float* grad_scale, float* weight_amax, StepConstants constants,
+// w -= lr (o + weight_decay w), with the orthogonalized direction o
+template <typename Weights>
+__global__ void __launch_bounds__(StepShape::kThreads)
+    muon_step_kernel(StepTensors<Weights> tensors, const float* grad_scale, float* weight_amax, StepConstants c,
                      int64_t N, bool aligned) {
   const bool changes = isfinite(*grad_scale);
   if (!changes && weight_amax == nullptr) return;
-  typename Tensors::LargestWeight largest;
-  with_part<StepPart>(N, aligned, [&](const auto& part, int64_t first, auto whole) {
+  LargestStored<typename Weights::Type> largest;
+  with_part<StepShape>(N, aligned, [&](const auto& part, int64_t first) {
     tensors.move(first);
     if (!changes) {
-      largest.raise_to(load_part<whole.value>(tensors.weights.weight_N, part));
+      largest.raise_to(load_part(tensors.weights.x_N, part));
       return;
     }
-    PartValues<StepPart> w, o;
-    to_floats(load_part<whole.value>(tensors.direction_N, part), o);
-    to_floats(tensors.weights.template load<whole.value>(part), w);
-    for_each_element<StepPart>([&](int pack, int i) { update_weight(constants, o[pack][i], w[pack][i]); });
-    largest.raise_to(tensors.weights.template store<whole.value>(part, w));
+    float w[StepShape::kCount], o[StepShape::kCount];
+    to_floats(tensors.direction.load(part), o);
+    to_floats(tensors.weights.load(part), w);
+    for_each_element<StepShape>([&](int e) { update_weight(c, o[e], w[e]); });
+    largest.raise_to(tensors.weights.store(part, w));
   });
-  raise_weight_amax<StepPart::kThreads>(weight_amax, largest);
+  largest.template write<StepShape::kThreads>(weight_amax);
 }
 
 // ---- Norm of matrices ----
@@ -300,12 +268,13 @@ void normalize(const CudaDevice& device, const Orthogonalize& a, const TensorVie
 void muon_momentum(Device& any_device, const MuonMomentum& a) {
   CudaDevice& device = as_cuda(any_device);
   if (!is_float8(a.momentum.values.dtype)) {
-    with_plain_moment(a.momentum, [&](auto momentum) { any_momentum(device, a, momentum); });
+    with_plain_tensor(a.momentum.values, [&](auto momentum) { any_momentum(device, a, momentum); });
     return;
   }
-  const int64_t num_fast = num_fast_elements(device, a);
+  const int64_t num_fast = num_fast_elements<FastShape>(device, a.gradient.numel(), a.momentum,
+                                                        {a.gradient, a.momentum.values, a.direction});
   if (num_fast > 0) fast_momentum(device, a, num_fast);
-  any_momentum(device, a, SmallFp8Moment<false>(a.momentum), num_fast);
+  any_momentum(device, a, AnyFp8Moment<false>(a.momentum), num_fast);
 }
 
 // Every iteration goes from one of `matrices` and `other` to the other one. It ends in `matrices`, so where it
@@ -337,11 +306,11 @@ void orthogonalize(Device& any_device, const Orthogonalize& a) {
 
 void muon_step(Device& device, const MuonStep& a) {
   const int64_t N = a.weight.numel();
-  const bool aligned = is_aligned_for<StepPart>({a.weight, a.master, a.direction});
+  const bool aligned = is_aligned_for<StepShape>({a.weight, a.master, a.direction});
   with_weights(SteppedWeights(a), [&](auto weights) {
-    const StepTensors<decltype(weights)> tensors{weights, a.direction.as<BFloat16>()};
-    launch(as_cuda(device), "muon_step", muon_step_kernel<std::remove_const_t<decltype(tensors)>>,
-           {ceil_div(N, StepPart::kBlockElements), StepPart::kThreads}, tensors, a.grad_scale.as<float>(),
+    StepTensors tensors{weights, {a.direction.as<BFloat16>()}};
+    launch(as_cuda(device), "muon_step", muon_step_kernel<decltype(weights)>,
+           {ceil_div(N, StepShape::kBlockElements), StepShape::kThreads}, tensors, a.grad_scale.as<float>(),
            optional<float>(a.weight_amax), StepConstants{a.lr, a.weight_decay}, N, aligned);
   });
 }
