@@ -26,6 +26,13 @@ __device__ inline T from_float(float x) {
   }
 }
 
+// Calls f(i) for i < kCount, unrolled.
+template <int kCount, typename F>
+__device__ inline void for_each(const F& f) {
+#pragma unroll
+  for (int i = 0; i < kCount; ++i) f(i);
+}
+
 // N elements that are loaded or stored as one, of up to 16 bytes.
 template <typename T, int N>
 struct alignas(sizeof(T) * N > 16 ? 16 : sizeof(T) * N) Pack {

@@ -75,13 +75,6 @@ __device__ Tensors at_block(const Tensors& tensors, int block) {
   return moved;
 }
 
-// Calls f(i) for i < kCount, unrolled.
-template <int kCount, typename F>
-__device__ void for_each(const F& f) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) f(i);
-}
-
 // Calls f(e) for each element of a part, pack by pack.
 template <typename Shape, typename F>
 __device__ void for_each_element(const F& f) {

@@ -110,8 +110,7 @@ struct GateCodes {
     const __nv_bfloat162 largest = group_magnitudes_of(up_plain, gate_plain, lanes);
     GroupCodes<F8> up_codes(__low2float(largest)), gate_codes(__high2float(largest));
     float amax = 0.0f, silus[16], silu_amax = 0.0f;
-#pragma unroll
-    for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
+    for_each<tiles::kWords>([&](int quarter) {
       float up[4], gate[4];
       PlainSource<BFloat16>::decode(up_plain, quarter, up);
       up_codes.encode(quarter, up);
@@ -119,28 +118,24 @@ struct GateCodes {
       gate_codes.encode(quarter, gate);
       float activated[4], slope[4];
       activate(activation, /*coded=*/!kSavesSilu, /*saved=*/false, gate, activated, slope);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
+      for_each<4>([&](int i) {
         silus[4 * quarter + i] = activated[i];
         if constexpr (kSavesSilu) {
           silu_amax = max_magnitude(silu_amax, activated[i]);
         } else {
           amax = max_magnitude(amax, product_of(up[i], activated[i]));
         }
-      }
-    }
+      });
+    });
     if constexpr (kSavesSilu) {
       GroupCodes<F8> silu_codes(tiles::group_max(silu_amax, lanes));
-#pragma unroll
-      for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
+      for_each<tiles::kWords>([&](int quarter) {
         float up[4], saved[4];
         up_codes.decode(quarter, up);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) saved[i] = silus[4 * quarter + i];
+        for_each<4>([&](int i) { saved[i] = silus[4 * quarter + i]; });
         silu_codes.encode(quarter, saved);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) amax = max_magnitude(amax, product_of(up[i], saved[i]));
-      }
+        for_each<4>([&](int i) { amax = max_magnitude(amax, product_of(up[i], saved[i])); });
+      });
       return {{up_codes, gate_codes, silu_codes}, amax};
     } else {
       return {{up_codes, gate_codes}, amax};

@@ -7,16 +7,25 @@
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/cuda/swiglu/gate_codes.cuh"
 #include "kernels/cuda/swiglu/swiglu_elements.cuh"
-#include "kernels/cuda/swiglu/swiglu_source.cuh"
+#include "kernels/cuda/swiglu/swiglu_loader.cuh"
 #include "kernels/ops/quantize/quantize.h"
 
-// Shapes: T rows (tokens), F columns of the product; up_gate has 2F, up before gate.
+// SwiGLU:   product = up * silu(gate)        d_up   = d_product * silu(gate)
+//                                            d_gate = d_product * up * silu'(gate)
+// (and act for silu where a model has another activation; swiglu_elements.cuh has the functions of one element).
 //
-// There are kernels for bf16 and for FP8 as training has them, and a slow way for any other formats and shapes.
+//   T, F        rows (tokens), columns of the product; up_gate is [T, 2F], up before gate
+//   piece       of a row: what a thread block of the plain kernels has; each thread has packs of 16 bytes
+//   tile        128 x 128 of [T, F]: what a thread block of the FP8 kernels has (quantize/code_tiles.cuh); a thread
+//               has 16 columns of four rows, and reads them a quarter at a time
+//   factor      of a row, which multiplies product and gradients: the weight of an expert
+//
+// Three roads: plain formats, one pass; FP8 as training has it, with one scale for a tensor, two passes, of which
+// one finds the maximum; and swiglu_generic.cu.
 namespace parka::cuda {
 namespace {
 
-// ---- Plain: a block has a piece of a row, each thread packs of 16 bytes ----
+// ---- Plain ----
 
 constexpr int kThreads = 256;
 constexpr int kForwardPacks = 2;  // per thread
@@ -34,9 +43,8 @@ struct Piece {
 };
 
 template <int kCount>
-__device__ inline void scale_all(float factor, float (&x)[kCount]) {
-#pragma unroll
-  for (int i = 0; i < kCount; ++i) x[i] = scaled_by(factor, x[i]);
+__device__ void scale_all(float factor, float (&x)[kCount]) {
+  for_each<kCount>([&](int i) { x[i] = scaled_by(factor, x[i]); });
 }
 
 template <typename T, typename Activation, bool kFactored>
@@ -59,11 +67,9 @@ __global__ void __launch_bounds__(kThreads)
     const int64_t column = int64_t{piece.pack + n * kThreads} * kWidth;
     if (column >= width) return;
     float gates[kWidth], activated[kWidth], slope[kWidth], product[kWidth];
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) gates[i] = gate[n][i];
+    for_each<kWidth>([&](int i) { gates[i] = gate[n][i]; });
     activate(activation, /*coded=*/false, /*saved=*/false, gates, activated, slope);
-#pragma unroll
-    for (int i = 0; i < kWidth; ++i) product[i] = product_of(up[n][i], activated[i]);
+    for_each<kWidth>([&](int i) { product[i] = product_of(up[n][i], activated[i]); });
     if constexpr (kFactored) scale_all(row_factor[piece.row], product);
     store(product_TF + piece.row * width + column, product);
   }
@@ -91,15 +97,13 @@ __global__ void __launch_bounds__(kThreads)
   const auto gate = load_stored<kWidth>(a.up_gate_T2F + gate_at);
   const auto d_product = load_stored<kWidth>(a.d_product_TF + product_at);
   float gates[kWidth], activated[kWidth], slope[kWidth], d_up[kWidth], d_gate[kWidth], product[kWidth];
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) gates[i] = gate[i];
+  for_each<kWidth>([&](int i) { gates[i] = gate[i]; });
   activate(a.activation, /*coded=*/false, /*saved=*/false, gates, activated, slope);
-#pragma unroll
-  for (int i = 0; i < kWidth; ++i) {
+  for_each<kWidth>([&](int i) {
     d_up[i] = up_gradient(d_product[i], activated[i]);
     d_gate[i] = gate_gradient(d_product[i], up[i], slope[i]);
     product[i] = product_of(up[i], activated[i]);
-  }
+  });
   if constexpr (kFactored) {
     const float factor = row_factor[piece.row];
     scale_all(factor, d_up);
@@ -120,52 +124,38 @@ bool fits_plain(int64_t width, std::initializer_list<ScaledView> tensors) {
   });
 }
 
-// Calls f with a constant: whether rows have a factor, which fits_factor() this activation.
-template <typename Activation, typename Args, typename F>
-void with_factor(const Args& a, const F& f) {
-  if constexpr (std::is_same_v<Activation, SiluActivation>) {
-    with_constant(!a.row_factor.empty(), f);
-  } else {
-    f(std::false_type());
-  }
-}
-
-template <typename T, typename Activation>
-void launch_plain(CudaDevice& device, const SwigluForward& a, Activation activation) {
-  const int64_t rows = a.product.num_rows(), width = a.product.num_cols();
-  const int64_t pieces = ceil_div(width, int64_t{kThreads} * kForwardPacks * kPack<T>);
-  with_factor<Activation>(a, [&](auto factored) {
-    launch(device, "swiglu_forward", swiglu_forward_kernel<T, Activation, decltype(factored)::value>,
-           {rows * pieces, kThreads}, a.up_gate.data.as<T>(), a.product.data.as<T>(), activation,
-           static_cast<int>(width), static_cast<int>(pieces), optional<float>(a.row_factor));
-  });
-}
-template <typename T, typename Activation>
-void launch_plain(CudaDevice& device, const SwigluBackward& a, Activation activation) {
-  const int64_t rows = a.d_product.dim[0], width = a.d_product.dim[1];
-  const int64_t pieces = ceil_div(width, int64_t{kThreads} * kPack<T>);
-  const BackwardTensors<T, Activation> tensors{a.up_gate.data.as<T>(), a.d_product.as<T>(),
-                                               a.d_up_gate.data.as<T>(), optional<T>(a.product.data), activation};
-  with_factor<Activation>(a, [&](auto factored) {
-    launch(device, "swiglu_backward", swiglu_backward_kernel<T, Activation, decltype(factored)::value>,
-           {rows * pieces, kThreads}, tensors, static_cast<int>(width), static_cast<int>(pieces),
-           optional<float>(a.row_factor));
-  });
-}
-
 template <typename Args>
 void run_plain(CudaDevice& device, const Args& a) {
   PARKA_REQUIRE(a.up_gate.num_cols() <= INT32_MAX);
+  const int64_t rows = a.up_gate.num_rows(), width = a.up_gate.num_cols() / 2;
+  constexpr bool kIsForward = std::is_same_v<Args, SwigluForward>;
   with_plain_type(a.up_gate.data.dtype, [&](auto type) {
-    with_activation(a.activation, [&](auto activation) { launch_plain<decltype(type)>(device, a, activation); });
+    using T = decltype(type);
+    const int64_t pieces = ceil_div(width, int64_t{kThreads} * (kIsForward ? kForwardPacks : 1) * kPack<T>);
+    const Grid grid(rows * pieces, kThreads);
+    with_activation_and_factor(a, [&](auto activation, auto factor) {
+      using A = decltype(activation);
+      constexpr bool kFactored = std::is_same_v<decltype(factor), RowFactor>;
+      if constexpr (kIsForward) {
+        launch(device, "swiglu_forward", swiglu_forward_kernel<T, A, kFactored>, grid,
+               a.up_gate.data.template as<T>(), a.product.data.template as<T>(), activation,
+               static_cast<int>(width), static_cast<int>(pieces), optional<float>(a.row_factor));
+      } else {
+        const BackwardTensors<T, A> tensors{a.up_gate.data.template as<T>(), a.d_product.template as<T>(),
+                                            a.d_up_gate.data.template as<T>(), optional<T>(a.product.data),
+                                            activation};
+        launch(device, "swiglu_backward", swiglu_backward_kernel<T, A, kFactored>, grid, tensors,
+               static_cast<int>(width), static_cast<int>(pieces), optional<float>(a.row_factor));
+      }
+    });
   });
 }
 
 // ---- FP8 ----
 //
-// All tensors are written from Sources (quantize_tiles.cuh). Tensors with one scale take two passes: one finds the
-// maximum, the other recomputes the same numbers and writes codes. That is cheaper than keeping the numbers. Where
-// the maximum is sampled the first pass reads a part, and the codes are written again if that was not enough.
+// A tensor with one scale takes two passes: one finds the maximum, the other recomputes the same numbers and writes
+// codes, which is cheaper than keeping the numbers. Where the maximum is sampled the first pass reads a part, and
+// the codes are written again if that was not enough.
 
 // The maxima that an op's workspace holds, to be raised: 0 at first.
 template <typename Args>
@@ -182,39 +172,6 @@ bool fits_tensor_tiles(const ScaledView& t, const ScaledView& t_transposed) {
   return (t.empty() || is_tensor(t)) && (t_transposed.empty() || is_tensor(t_transposed)) &&
          is_aligned(t.data.data, 16) &&
          (t.empty() || t_transposed.empty() || t.data.dtype == t_transposed.data.dtype);
-}
-
-template <SwigluPart kPart, int kRowStep = 1, typename Args>
-AnySwigluSource<kPart, kRowStep> any_source(const Args& a) {
-  ScaledView d_product = {};
-  if constexpr (std::is_same_v<Args, SwigluBackward>) d_product = a.d_product;
-  return {AnySource(a.up_gate), AnySource(a.silu), AnySource(d_product), a.activation,
-          static_cast<int>(a.up_gate.num_cols() / 2)};
-}
-
-// find_amax_of_elements() and write_rare() of a part, times the factors of rows.
-template <SwigluPart kPart, int kRowStep = 1, typename Args>
-void find_amax_of_part(CudaDevice& device, const Args& a, int64_t rows, int64_t width, float* amax) {
-  const auto source = any_source<kPart, kRowStep>(a);
-  if (a.row_factor.empty()) {
-    find_amax_of_elements(device, source, rows, width, amax);
-  } else {
-    find_amax_of_elements(device, FactoredElements<kPart, kRowStep>{source, a.row_factor.template as<float>()},
-                          rows, width, amax);
-  }
-}
-
-template <SwigluPart kPart, typename Args>
-void write_part(CudaDevice& device, const Args& a, int64_t rows, int64_t cols, const ScaledView& out,
-                const ScaledView& out_t, const float* amax) {
-  const auto source = any_source<kPart>(a);
-  if (a.row_factor.empty()) {
-    write_rare(device, source, rows, cols, out, out_t, amax);
-    return;
-  }
-  const FactoredElements<kPart, 1> factored{source, a.row_factor.template as<float>()};
-  tiles::write_pieces(device, factored, rows, cols, out, /*transposed=*/false, amax);
-  tiles::write_pieces(device, factored, rows, cols, out_t, /*transposed=*/true, amax);
 }
 
 // ---- FP8 forward: quantizing up_gate and finding the product's maximum in one pass ----
@@ -255,19 +212,17 @@ __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
 }
 
 void quantize_gate(CudaDevice& device, const SwigluForward& a, float* amax) {
-  with_activation(a.activation, [&](auto activation) {
-    with_float8_type(a.up_gate.data.dtype, [&](auto f8) {
+  with_float8_type(a.up_gate.data.dtype, [&](auto f8) {
+    with_activation_and_factor(a, [&](auto activation, auto factor) {
       using F8 = decltype(f8);
       using A = decltype(activation);
+      constexpr bool kFactored = std::is_same_v<decltype(factor), RowFactor>;
       const GateQuantization<A> q{PlainSource<BFloat16>(a.up_gate_plain), GateCodes<A>(a, activation), amax};
-      with_factor<A>(a, [&](auto factored) {
-        constexpr bool kFactored = decltype(factored)::value;
-        launch(device, "swiglu_forward",
-               a.silu.empty() ? quantize_gate_kernel<F8, false, A, kFactored>
-                              : quantize_gate_kernel<F8, true, A, kFactored>,
-               {tiles::grid_of(a.product.num_rows(), a.product.num_cols()), tiles::kThreads}, q,
-               optional<float>(a.row_factor));
-      });
+      launch(device, "swiglu_forward",
+             a.silu.empty() ? quantize_gate_kernel<F8, false, A, kFactored>
+                            : quantize_gate_kernel<F8, true, A, kFactored>,
+             {tiles::grid_of(a.product.num_rows(), a.product.num_cols()), tiles::kThreads}, q,
+             optional<float>(a.row_factor));
     });
   });
 }
@@ -277,14 +232,12 @@ template <typename Args>
 void write_product(CudaDevice& device, const Args& a, float* amax, bool is_found) {
   const int64_t rows = a.up_gate.num_rows(), width = a.up_gate.num_cols() / 2;
   const bool finds = amax != nullptr && !is_found;
-  const auto write_tiles = [&](const auto& gates) {
-    const ProductSource<std::decay_t<decltype(gates)>> source{gates};
-    if (finds) tiles::find_amax(device, source, rows, width, amax);
-    tiles::write_tensor(device, source, rows, width, a.product, a.product_t, amax);
+  const auto write = [&](const auto& loader) {
+    if (finds) tiles::find_amax(device, product_source(loader), rows, width, amax);
+    tiles::write_tensor(device, product_source(loader), rows, width, a.product, a.product_t, amax);
   };
-  if (fits_tensor_tiles(a.product, a.product_t) && with_gates(a, write_tiles)) return;
-  if (finds) find_amax_of_part<SwigluPart::kProduct>(device, a, rows, width, amax);
-  write_part<SwigluPart::kProduct>(device, a, rows, width, a.product, a.product_t, amax);
+  if (fits_tensor_tiles(a.product, a.product_t) && with_loader(a, NoGradient{}, write)) return;
+  write_any_product(device, a, amax, finds);
 }
 
 // ---- FP8 backward: d_up, d_gate and the product of a tile together ----
@@ -320,9 +273,9 @@ struct SampledScale {
 };
 
 // d_up_gate with one scale, and the product, in the format of activations, with its given one.
-template <typename Inputs, typename F8, bool kProduct, typename Scale>
+template <typename Loader, typename F8, bool kProduct, typename Scale>
 __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
-    gradient_codes_kernel(const Inputs inputs, const tiles::CodeOutput d_up, const tiles::CodeOutput d_gate,
+    gradient_codes_kernel(const Loader loader, const tiles::CodeOutput d_up, const tiles::CodeOutput d_gate,
                           const Scale scale, const tiles::CodeOutput product,
                           const tiles::TensorScale product_scale) {
   alignas(tiles::kTileAlignment) __shared__ uint32_t shared[kProduct ? 3 : 2][tiles::kSharedWords];
@@ -331,24 +284,20 @@ __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
   const float inverse = scale.template inverse<F8>();
   const float product_inverse = kProduct ? product_scale.inverse<Float8E4M3>() : 0.0f;
   const uint32_t part = tiles::part_address(shared[0]);
-  tiles::for_each_row(inputs, d_up.rows, d_up.cols, [&](int k, const auto& fetched) {
+  tiles::for_each_row(loader, d_up.rows, d_up.cols, [&](int k, const auto& fetched) {
     uint32_t up_codes[tiles::kWords], gate_codes[tiles::kWords];
     [[maybe_unused]] uint32_t product_codes[tiles::kWords];
-#pragma unroll
-    for (int quarter = 0; quarter < tiles::kWords; ++quarter) {
-      typename Inputs::Parts g;
-      inputs.read(fetched, quarter, g);
-      if constexpr (Scale::kFindsAmax) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) amax = fmaxf(amax, g.magnitude(i));
-      }
-      up_codes[quarter] = tiles::encode<F8>({g.d_up(0), g.d_up(1), g.d_up(2), g.d_up(3)}, inverse);
-      gate_codes[quarter] = tiles::encode<F8>({g.d_gate(0), g.d_gate(1), g.d_gate(2), g.d_gate(3)}, inverse);
+    for_each<tiles::kWords>([&](int quarter) {
+      typename Loader::Numbers x;
+      loader.read(fetched, quarter, x);
+      if constexpr (Scale::kFindsAmax) for_each<4>([&](int i) { amax = fmaxf(amax, x.magnitude(i)); });
+      up_codes[quarter] = tiles::encode<F8>({x.d_up(0), x.d_up(1), x.d_up(2), x.d_up(3)}, inverse);
+      gate_codes[quarter] = tiles::encode<F8>({x.d_gate(0), x.d_gate(1), x.d_gate(2), x.d_gate(3)}, inverse);
       if constexpr (kProduct) {
         product_codes[quarter] =
-            tiles::encode<Float8E4M3>({g.product(0), g.product(1), g.product(2), g.product(3)}, product_inverse);
+            tiles::encode<Float8E4M3>({x.product(0), x.product(1), x.product(2), x.product(3)}, product_inverse);
       }
-    }
+    });
     tiles::put_codes(up_codes, k, d_up, part);
     tiles::put_codes(gate_codes, k, d_gate, part + tiles::kTileBytes);
     if constexpr (kProduct) tiles::put_codes(product_codes, k, product, part + 2 * tiles::kTileBytes);
@@ -377,8 +326,8 @@ tiles::CodeOutput part_of(const ScaledView& t, const ScaledView& t_transposed, i
 
 // The gradient as codes with one scale, and the product beside it if `with_product`. `amax`: to be raised, 0 at
 // first; of two numbers with samples_amax.
-template <typename Inputs>
-void write_gradient_codes(CudaDevice& device, const Inputs& inputs, const SwigluBackward& a, bool with_product,
+template <typename Loader>
+void write_gradient_codes(CudaDevice& device, const Loader& loader, const SwigluBackward& a, bool with_product,
                           float* amax) {
   const int64_t rows = a.d_product.dim[0], width = a.d_product.dim[1];
   const ScaledView& any = a.d_up_gate.empty() ? a.d_up_gate_t : a.d_up_gate;
@@ -392,38 +341,21 @@ void write_gradient_codes(CudaDevice& device, const Inputs& inputs, const Swiglu
     using F8 = decltype(f8);
     using Scale = std::decay_t<decltype(scale)>;
     launch(device, "swiglu_backward",
-           with_product ? gradient_codes_kernel<Inputs, F8, true, Scale>
-                        : gradient_codes_kernel<Inputs, F8, false, Scale>,
-           {tiles::grid_of(rows, width), tiles::kThreads}, inputs, d_up, d_gate, scale, product, product_scale);
+           with_product ? gradient_codes_kernel<Loader, F8, true, Scale>
+                        : gradient_codes_kernel<Loader, F8, false, Scale>,
+           {tiles::grid_of(rows, width), tiles::kThreads}, loader, d_up, d_gate, scale, product, product_scale);
   };
   if (a.samples_amax) {
     auto* const scale = any.scale.as<float>();
     float *const sampled = amax, *const amax_of_all = amax + 1;
-    tiles::find_amax(device, MagnitudeSource<Inputs, kAmaxSampling>{inputs}, ceil_div(rows, kAmaxSampling), width,
+    tiles::find_amax(device, magnitude_source<kAmaxSampling>(loader), ceil_div(rows, kAmaxSampling), width,
                      sampled);
     write(Float8E5M2{}, SampledScale<true>{scale, sampled, amax_of_all});
     write(Float8E5M2{}, SampledScale<false>{scale, sampled, amax_of_all});
     return;
   }
-  tiles::find_amax(device, MagnitudeSource<Inputs, 1>{inputs}, rows, width, amax);
+  tiles::find_amax(device, magnitude_source<1>(loader), rows, width, amax);
   with_float8_type(any.data.dtype, [&](auto f8) { write(f8, KnownScale{tiles::tensor_scale(any, amax)}); });
-}
-
-// *amax = what SwigluBackward::samples_amax takes.
-__global__ void take_sampled_amax_kernel(const float* sampled, float* amax) {
-  *amax = fmaxf(*amax, __fmul_rn(kAmaxRoom, *sampled));
-}
-
-// The gradient in any format.
-void write_rare_gradient(CudaDevice& device, const SwigluBackward& a, float* amax) {
-  const int64_t rows = a.d_product.dim[0], width = a.d_product.dim[1];
-  if (amax != nullptr) find_amax_of_part<SwigluPart::kMagnitude>(device, a, rows, width, amax);
-  if (a.samples_amax) {
-    find_amax_of_part<SwigluPart::kMagnitude, kAmaxSampling>(device, a, ceil_div(rows, kAmaxSampling), width,
-                                                             amax + 1);
-    launch(device, "swiglu_backward", take_sampled_amax_kernel, {1, 1}, amax + 1, amax);
-  }
-  write_part<SwigluPart::kGradient>(device, a, rows, 2 * width, a.d_up_gate, a.d_up_gate_t, amax);
 }
 
 // Returns whether the product was made as well.
@@ -436,21 +368,18 @@ bool write_gradient(CudaDevice& device, const SwigluBackward& a) {
                             is_e4m3_or_empty(a.product_t);
   const bool wants_amax = is_tensor(a.d_up_gate) || is_tensor(a.d_up_gate_t);
   float* const amax = wants_amax ? zero_amax(device, "swiglu_backward", a) : nullptr;
-  const auto write_codes = [&](const auto& gates) {
-    const GradientInputs<std::decay_t<decltype(gates)>> inputs{gates, PlainSource<BFloat16>(a.d_product)};
-    write_gradient_codes(device, inputs, a, with_product, amax);
-  };
-  if (has_kernel && with_gates(a, write_codes)) return with_product;
-  write_rare_gradient(device, a, amax);
+  const auto write = [&](const auto& loader) { write_gradient_codes(device, loader, a, with_product, amax); };
+  if (has_kernel && with_loader(a, PlainSource<BFloat16>(a.d_product), write)) return with_product;
+  write_any_gradient(device, a, amax);
   return false;
 }
 
 // ---- The gradient of the factors of rows ----
 
 // A warp has a row: a lane 16 columns of every 512.
-template <typename Inputs>
+template <typename Loader>
 __global__ void __launch_bounds__(kThreads)
-    row_gradient_kernel(const Inputs inputs, int rows, int width, float* out) {
+    row_gradient_kernel(const Loader loader, int rows, int width, float* out) {
   constexpr int kRows = kThreads / kWarpSize, kWidth = kSourceWidth;
   const int row = static_cast<int>(blockIdx.x) * kRows + static_cast<int>(threadIdx.x) / kWarpSize;
   const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
@@ -458,29 +387,12 @@ __global__ void __launch_bounds__(kThreads)
   float sum = 0.0f;
 #pragma unroll 2
   for (int col = lane * kWidth; col < width; col += kWarpSize * kWidth) {
-    const auto fetched = inputs.fetch(row, col);
-#pragma unroll
-    for (int quarter = 0; quarter < kWidth / 4; ++quarter) {
-      SwigluParts<4> parts;
-      inputs.read(fetched, quarter, parts);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) sum = fmaf(parts.d_product[i], parts.product(i), sum);
-    }
-  }
-  sum = warp_sum(sum);
-  if (lane == 0) out[row] = sum;
-}
-
-// The same of any formats.
-__global__ void __launch_bounds__(kThreads)
-    row_gradient_of_elements_kernel(const AnySwigluSource<SwigluPart::kProduct> product, int rows, float* out) {
-  constexpr int kRows = kThreads / kWarpSize;
-  const int row = static_cast<int>(blockIdx.x) * kRows + static_cast<int>(threadIdx.x) / kWarpSize;
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  if (row >= rows) return;
-  float sum = 0.0f;
-  for (int col = lane; col < product.width; col += kWarpSize) {
-    sum = fmaf(product.d_product.element(row, col), product.element(row, col), sum);
+    const auto fetched = loader.fetch(row, col);
+    for_each<kWidth / 4>([&](int quarter) {
+      typename Loader::Numbers x;
+      loader.read(fetched, quarter, x);
+      for_each<4>([&](int i) { sum = fmaf(x.d_product[i], x.product(i), sum); });
+    });
   }
   sum = warp_sum(sum);
   if (lane == 0) out[row] = sum;
@@ -511,10 +423,7 @@ void swiglu_forward(Device& any_device, const SwigluForward& a) {
     return;
   }
   if (!a.up_gate_plain.empty()) cuda::quantize(device, {.x = a.up_gate_plain, .out = a.up_gate});
-  if (!a.silu.empty()) {
-    tiles::write_pieces(device, any_source<SwigluPart::kSilu>(a), rows, width, a.silu, /*transposed=*/false,
-                        /*amax=*/nullptr);
-  }
+  if (!a.silu.empty()) write_any_silu(device, a);
   write_product(device, a, amax, /*is_found=*/false);
 }
 
@@ -547,20 +456,18 @@ void swiglu_row_gradient(Device& any_device, const SwigluRowGradient& a) {
   tiles::check_extents(rows, 2 * width);
   const SwigluBackward inputs{
       .up_gate = a.up_gate, .silu = a.silu, .d_product = a.d_product, .activation = a.activation};
-  const Grid grid(ceil_div(rows, kThreads / kWarpSize), kThreads);
   auto* const out = a.d_row_factor.as<float>();
-  const auto run = [&](const auto& gates) {
-    using Inputs = GradientInputs<std::decay_t<decltype(gates)>>;
-    if constexpr (std::is_same_v<typename Inputs::Parts, SwigluParts<4>>) {  // always: no factors are given
-      launch(device, "swiglu_row_gradient", row_gradient_kernel<Inputs>, grid,
-             Inputs{gates, PlainSource<BFloat16>(a.d_product)}, static_cast<int>(rows), static_cast<int>(width),
-             out);
+  const auto run = [&](const auto& loader) {
+    using L = std::decay_t<decltype(loader)>;
+    if constexpr (!L::kFactored) {  // always: no factors are given
+      launch(device, "swiglu_row_gradient", row_gradient_kernel<L>,
+             {ceil_div(rows, kThreads / kWarpSize), kThreads}, loader, static_cast<int>(rows),
+             static_cast<int>(width), out);
     }
   };
   const bool wide = a.d_product.dtype == DType::kBF16 && is_aligned(a.d_product.data, 16);
-  if (wide && with_gates(inputs, run)) return;
-  launch(device, "swiglu_row_gradient", row_gradient_of_elements_kernel, grid,
-         any_source<SwigluPart::kProduct>(inputs), static_cast<int>(rows), out);
+  if (wide && with_loader(inputs, PlainSource<BFloat16>(a.d_product), run)) return;
+  any_row_gradient(device, inputs, out);
 }
 
 }  // namespace parka::cuda

@@ -65,19 +65,17 @@ template <int kCount>
 __device__ inline void activate(GateActivation activation, bool coded, bool saved, const float (&gate)[kCount],
                                 float (&activated)[kCount], float (&slope)[kCount]) {
   if (activation == GateActivation::kSilu) {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
+    for_each<kCount>([&](int i) {
       const float s = coded ? sigmoid_of_coded(gate[i]) : sigmoid(gate[i]);
       if (!saved) activated[i] = silu(gate[i], s);
       slope[i] = silu_slope(s, activated[i]);
-    }
+    });
   } else {
-#pragma unroll
-    for (int i = 0; i < kCount; ++i) {
+    for_each<kCount>([&](int i) {
       const float s = sigmoid(gelu_argument(gate[i]));
       if (!saved) activated[i] = silu(gate[i], s);
       slope[i] = __fmaf_rn(__fmul_rn(activated[i], __fsub_rn(1.0f, s)), gelu_argument_slope(gate[i]), s);
-    }
+    });
   }
 }
 
