@@ -56,6 +56,7 @@ RunLock::~RunLock() {
   // A run that began has its config there, too.
   if (ignored || std::distance(begin, std::filesystem::directory_iterator()) != 1) return;
   std::filesystem::remove(path_, ignored);
+  std::filesystem::remove(folder_, ignored);
 }
 
 void RunLock::require_ours() const {

@@ -9,7 +9,7 @@ namespace parka {
 // Keeps a second training process out of a run folder, where the two would remove each other's unfinished
 // checkpoints. The lock ends with the process, however it ends; the file `lock` stays. The file is kept open, so it
 // also shows whether the folder of that name is still the one in which the run began. The destructor
-// removes a new `lock` that is alone in its folder: then the start was refused.
+// removes a new `lock` that is alone in its folder, and the folder: then the start was refused.
 class RunLock {
  public:
   enum class Role : uint8_t {
