@@ -133,6 +133,21 @@ class OtherNames(unittest.TestCase):
             with self.subTest(arguments):
                 self.assertIn(says, self.refused(*arguments))
 
+    def test_data_in_other_forms_is_told_what_becomes_of_it(self):
+        folder = self.enterContext(tempfile.TemporaryDirectory(prefix="parka-test-"))
+        sharegpt, alpaca, text = (os.path.join(folder, name) for name in ("sharegpt.jsonl", "alpaca.jsonl", "a.txt"))
+        for path, content in ((sharegpt, '{"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}'),
+                              (alpaca, '{"instruction": "a", "input": "", "output": "b"}'), (text, "a")):
+            Path(path).write_text(content + "\n", encoding="utf-8")
+        chat = ("--chat", "chatml", "--sequence-length", "64", "--tokenizer", "bytes")
+        for arguments, says in {(text, "--tokenizer", "gpt2"): "hf download gpt2", ("HuggingFaceFW/fineweb-edu", "--tokenizer", "bytes"): "hf download",
+                                (sharegpt, *chat): "docs/data.md", (alpaca, *chat): "docs/data.md"}.items():
+            with self.subTest(arguments):
+                self.assertIn(says, self.refused("prepare", *arguments, "--out", os.path.join(folder, "out")))
+
+    def test_a_batch_that_cannot_be_divided_is_the_first_line_of_a_plan(self):
+        self.assertIn("training.global_batch_size", output("plan", os.path.join(ROOT, "configs/quickstart.json"), "--gpus", "3").splitlines()[0])
+
     def test_no_command_at_all_is_a_question_for_help(self):
         for arguments in ((), ("--threads", "2")):
             result = subprocess.run([PROGRAM, *arguments], capture_output=True, text=True, timeout=60)
