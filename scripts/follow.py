@@ -2,6 +2,7 @@
 """Follows a run and shows its metrics elsewhere, also while it is training.
 
     parka follow runs/a --http 8000                          # a page with live curves: http://127.0.0.1:8000/
+    parka follow runs/a runs/b --http 8000                   # with those of both
     parka follow runs/a --tensorboard runs/tensorboard       # then: tensorboard --logdir runs/tensorboard
     parka follow runs/a --wandb PROJECT --prometheus /var/lib/node_exporter/a.prom
     parka follow runs/a --mlflow EXPERIMENT --once
@@ -39,7 +40,7 @@ import threading
 import time
 
 from python_packages import command_name
-from run_metrics import fail, run_main, warn
+from run_metrics import fail, named_runs, run_main, warn
 from run_tail import NotARun, Tail
 
 PATIENCE = 10.0  # seconds that the folder of a run may take to be made before it is said that it is not there
@@ -54,48 +55,62 @@ def poll(tail):
         fail(f"{tail.path}: {error.strerror}; give a run folder")
 
 
-def follow(tail, sinks, once, stop, interval):
-    """Until `stop` is set, or all has been read. What was written before `stop` was set is sent, too."""
-    has_begun = has_waited = has_warned = False
-    begin = time.monotonic()
-    unreadable = 0  # lines, as far as they were warned of
-    while True:
-        is_last = once or stop.is_set()
-        batch = poll(tail)
-        for sink in sinks if batch.anew or batch.records else ():
-            if batch.anew:
-                sink.begin()
-            sink.add(batch.records)
-        has_begun = has_begun or bool(batch.records)
-        if batch.more:
-            continue
-        if tail.unreadable > unreadable:
+class Followed:
+    """A run and where it is sent to."""
+
+    def __init__(self, tail, sinks):
+        self.tail, self.sinks = tail, sinks
+        self.has_begun = self.has_waited = self.has_warned = False
+        self.begin = time.monotonic()
+        self.unreadable = 0  # lines, as far as they were warned of
+
+    def look(self, once):
+        """Sends all that has been written by now."""
+        tail = self.tail
+        has_more = True
+        while has_more:
+            batch = poll(tail)
+            for sink in self.sinks if batch.anew or batch.records else ():
+                if batch.anew:
+                    sink.begin()
+                sink.add(batch.records)
+            self.has_begun = self.has_begun or bool(batch.records)
+            has_more = batch.more
+        if tail.unreadable > self.unreadable:
             warn(f"{tail.path}: {tail.unreadable} damaged line{'s' * (tail.unreadable > 1)} left out so far")
-        unreadable = tail.unreadable
-        if has_begun:
-            for sink in sinks:
+        self.unreadable = tail.unreadable
+        if self.has_begun:
+            for sink in self.sinks:
                 sink.flush()
         elif once:
             fail(f"{tail.path}: {'holds no metrics yet' if os.path.exists(tail.path) else 'is not there'}; give a run that has begun")
-        elif not has_waited:
-            has_waited = True
+        elif not self.has_waited:
+            self.has_waited = True
             print(f"waiting for the first record in {tail.path}", file=sys.stderr, flush=True)
         folder = os.path.dirname(tail.path)
-        if not has_begun and not has_warned and time.monotonic() - begin > PATIENCE and not os.path.isdir(folder):
-            has_warned = True
+        if not self.has_begun and not self.has_warned and time.monotonic() - self.begin > PATIENCE and not os.path.isdir(folder):
+            self.has_warned = True
             warn(f"{folder}: there is no such folder yet; if its name is wrong, end this and give the folder of the run")
+
+
+def follow(runs, once, stop, interval):
+    """Until `stop` is set, or all has been read. What was written before `stop` was set is sent, too."""
+    while True:
+        is_last = once or stop.is_set()
+        for run in runs:
+            run.look(once)
         if is_last:
             return
         stop.wait(interval)
 
 
-def open_sinks(options, name):
+def open_sinks(options, run, name, page):
     # Each is imported when it is asked for.
-    sinks = []
+    sinks = [page.add_run(run, name)] if page else []
     if options.tensorboard:
         from sinks.event_file import EventFile
 
-        sinks.append(EventFile(options.tensorboard, name, options.run))
+        sinks.append(EventFile(options.tensorboard, name, run))
     if options.prometheus:
         from sinks.prometheus import Prometheus
 
@@ -103,16 +118,11 @@ def open_sinks(options, name):
     if options.wandb:
         from sinks.trackers import WandB
 
-        sinks.append(WandB(options.run, name, options.wandb))
+        sinks.append(WandB(run, name, options.wandb))
     if options.mlflow:
         from sinks.trackers import MLflow
 
-        sinks.append(MLflow(options.run, name, options.mlflow))
-    if options.http is not None:
-        from sinks.page import Page
-
-        sinks.append(Page(options.run, name, options.http))
-        print(f"http://127.0.0.1:{sinks[-1].port}/", file=sys.stderr if options.beside else sys.stdout, flush=True)
+        sinks.append(MLflow(run, name, options.mlflow))
     return sinks
 
 
@@ -129,7 +139,7 @@ def usual_port():
 
 def parse_options():
     parser = argparse.ArgumentParser(prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("run", help="run folder")
+    parser.add_argument("run", nargs="+", help="run folder, or NAME=FOLDER")
     parser.add_argument("--tensorboard", metavar="DIR", help="write an event file to DIR/NAME")
     parser.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases (the package wandb)")
     parser.add_argument("--mlflow", metavar="EXPERIMENT", help="log to MLflow, at MLFLOW_TRACKING_URI (the package mlflow)")
@@ -140,10 +150,10 @@ def parse_options():
     parser.add_argument("--interval", type=float, default=2.0, metavar="SECONDS", help="between two looks at the file (default: 2)")
     parser.add_argument("--beside", metavar="SINK,...", help="end where standard input ends, and send to http[:PORT], "
                         "tensorboard[:DIR], wandb[:PROJECT], mlflow[:EXPERIMENT], prometheus:FILE.prom; `parka train --follow` gives it")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     for sink in filter(None, (options.beside or "").split(",")):
         name, _, value = sink.partition(":")
-        defaults = {"http": str(usual_port()), "tensorboard": os.path.join(os.path.dirname(os.path.abspath(options.run)), "tensorboard"),
+        defaults = {"http": str(usual_port()), "tensorboard": os.path.join(os.path.dirname(os.path.abspath(options.run[0])), "tensorboard"),
                     "wandb": "parka", "mlflow": "parka", "prometheus": ""}
         value = value or defaults.get(name, "")
         if not value or name == "http" and not value.isdigit():
@@ -151,6 +161,8 @@ def parse_options():
         setattr(options, name, int(value) if name == "http" else value)
     if not (options.tensorboard or options.wandb or options.mlflow or options.prometheus or options.http is not None):
         fail("nothing to do; give --tensorboard, --wandb, --mlflow, --prometheus or --http")
+    if len(options.run) > 1 and (options.name or options.prometheus):
+        fail(f"{'--name' if options.name else '--prometheus'}: is of one run; name several as NAME=FOLDER, and give each a parka follow of its own for Prometheus")
     if options.once and options.http is not None:
         fail("--once: ends before anybody can see the page of --http; leave one of them out")
     if options.prometheus and not options.prometheus.endswith(".prom"):
@@ -167,15 +179,23 @@ def main():
         signal.signal(number, lambda *_: stop.set())
     if options.beside:
         threading.Thread(target=lambda: (sys.stdin.read(), stop.set()), daemon=True).start()
-    tail = Tail(os.path.join(options.run, "metrics.jsonl"))
     try:
-        sinks = open_sinks(options, options.name or os.path.basename(os.path.abspath(options.run)))
-        follow(tail, sinks, options.once, stop, options.interval)
-        for sink in sinks:
-            sink.close()
-        tail.close()
+        page = None
+        if options.http is not None:
+            from sinks.page import Page
+
+            page = Page(options.http)
+        runs = [Followed(Tail(os.path.join(run, "metrics.jsonl")), open_sinks(options, run, options.name or name, page))
+                for name, run in named_runs(options.run, may_be_missing=True)]
+        if page:
+            print(f"http://127.0.0.1:{page.port}/", file=sys.stderr if options.beside else sys.stdout, flush=True)
+        follow(runs, options.once, stop, options.interval)
+        for run in runs:
+            for sink in run.sinks:
+                sink.close()
+            run.tail.close()
     except OSError as error:
-        fail(f"{error.filename or options.run}: {error.strerror}; nothing more is written", code=4)
+        fail(f"{error.filename or ', '.join(options.run)}: {error.strerror}; nothing more is written", code=4)
 
 
 if __name__ == "__main__":

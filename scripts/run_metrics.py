@@ -37,16 +37,16 @@ def metrics_path(run):
 def run_name(run):
     """The name of the run's folder."""
     path = os.path.abspath(run)
-    return os.path.basename(path if os.path.isdir(path) else os.path.dirname(path)) or run
+    return os.path.basename(os.path.dirname(path) if os.path.isfile(path) else path) or run
 
 
-def named_runs(arguments):
+def named_runs(arguments, may_be_missing=False):
     """[(name, run), ...] of run folders, each of which may be given as NAME=FOLDER."""
     runs = []
     for argument in arguments:
         name, separator, run = argument.partition("=")
         runs.append((name, run) if separator and not os.path.exists(argument) else (run_name(argument), argument))
-        if not os.path.exists(runs[-1][1]):
+        if not may_be_missing and not os.path.exists(runs[-1][1]):
             fail(f"{runs[-1][1]}: No such file or directory; give a run folder")
     names = [name for name, _ in runs]
     for name in names:

@@ -60,7 +60,7 @@ OF_KIND = {
     "quantization": {"tensors": object_of(lambda tensor: BLOCKS(tensor) and "error" in tensor)},
     "moments": {"parameters": object_of(object_of(object_of(BLOCKS)))},
     "attention": {"blocks": BLOCKS},
-    "routing": {"blocks": BLOCKS},
+    "routing": {"blocks": BLOCKS, "loads": list_of(list_of(is_number))},
     "warning": {"about": is_text, "raised": is_flag},
 }
 

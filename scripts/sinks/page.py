@@ -1,10 +1,10 @@
 """A page with live curves, on this machine alone: 127.0.0.1. The browser asks for what is new every two seconds.
 
 GET /                              page.html, which needs nothing else
-GET /data?epoch=E&from=N           the columns of training steps from the N-th on, and all that is short. After a resume that
+GET /data?run=R&epoch=E&from=N     of the R-th run: the columns of training steps from the N-th on, and all that is short. After a resume that
                                    removed steps, and with a new column, the epoch is another one, and the columns come from
                                    the first again
-GET /telemetry?epoch=E&report=I    the I-th record of the kind "quantization"
+GET /telemetry?run=R&epoch=E&report=I    the I-th record of the kind "quantization"
 """
 import http.server
 import json
@@ -38,12 +38,19 @@ def planned_memory(run, ranks):
         return None
 
 
-def memory_in_use():
-    """[[bytes in use, bytes], ...] of this host's GPUs."""
+def gpus_of_host():
+    """[[bytes in use, bytes, watts, percent of the time in which it was busy], ...]; None for what a GPU does not tell."""
+    def number(text):
+        try:
+            return float(text)
+        except ValueError:
+            return None
+
     try:
-        result = subprocess.run(["nvidia-smi", "--query-gpu=memory.used,memory.total", "--format=csv,noheader,nounits"],
+        result = subprocess.run(["nvidia-smi", "--query-gpu=memory.used,memory.total,power.draw,utilization.gpu", "--format=csv,noheader,nounits"],
                                 capture_output=True, text=True, timeout=10)
-        return [[int(mebibytes) << 20 for mebibytes in line.split(",")] for line in result.stdout.splitlines()]
+        rows = [[int(word) << 20 for word in line.split(",")[:2]] + [number(word) for word in line.split(",")[2:]] for line in result.stdout.splitlines()]
+        return rows if all(len(row) == 4 for row in rows) else []
     except (OSError, subprocess.TimeoutExpired, ValueError):
         return []
 
@@ -59,7 +66,7 @@ def steps_of(run):
 
 
 class State:
-    """What the page shows. Written by the thread that follows the run, read by those that answer."""
+    """What the page shows of a run: a sink of its records. Written by the thread that follows the run, read by those that answer."""
 
     def __init__(self, run, name):
         self.run, self.name = run, name
@@ -70,6 +77,7 @@ class State:
     def clear(self):
         self.columns = {key: [] for key in (*COLUMNS, "hours")}
         self.clock, self.starts, self.held_out, self.sets, self.tasks, self.samples, self.warnings, self.reports = RunClock(), [], [], {}, {}, {}, set(), []
+        self.loads = None
         self.is_new_start = True
 
     def begin(self):
@@ -105,10 +113,12 @@ class State:
             (self.warnings.add if record["raised"] else self.warnings.discard)(record["about"])
         elif kind == "sample":
             self.samples[record["prompt"]] = [step, record["text"]]
+        elif kind == "routing":
+            self.loads = {"step": step, "of_blocks": record.get("loads")}
         elif kind == "quantization":
             self.reports.append((step, json.dumps(record)))
 
-    def look_around(self):
+    def flush(self):
         """At what is not in metrics.jsonl: the plan when a start is new, the GPUs every few seconds if they are this host's."""
         start = self.starts[-1] if self.starts else {}
         if self.is_new_start:
@@ -116,7 +126,7 @@ class State:
             self.total_steps = steps_of(self.run)
             self.memory = planned_memory(self.run, start.get("ranks", 1))
         if start.get("host") == os.uname().nodename and time.monotonic() - self.gpus_at > GPU_SECONDS:
-            self.gpus, self.gpus_at = memory_in_use(), time.monotonic()
+            self.gpus, self.gpus_at = gpus_of_host(), time.monotonic()
 
     def data(self, epoch, begin):
         with self.lock:
@@ -126,7 +136,7 @@ class State:
             end = min(count, begin + MOST_ROWS)
             return {"epoch": self.epoch, "from": begin, "count": count, "name": self.name, "total_steps": self.total_steps,
                     "columns": {key: column[begin:end] for key, column in self.columns.items()}, "starts": self.starts,
-                    "held_out": self.held_out, "sets": self.sets, "tasks": self.tasks, "samples": self.samples, "warnings": sorted(self.warnings), "memory": self.memory, "gpus": self.gpus,
+                    "held_out": self.held_out, "sets": self.sets, "tasks": self.tasks, "samples": self.samples, "warnings": sorted(self.warnings), "memory": self.memory, "gpus": self.gpus, "loads": self.loads,
                     "scalars": list(self.columns)[len(COLUMNS) + 1:], "reports": [step for step, _ in self.reports]}
 
     def report(self, epoch, index):
@@ -135,8 +145,12 @@ class State:
             return self.reports[index][1] if epoch == self.epoch and 0 <= index < len(self.reports) else None
 
 
+    def close(self):
+        pass
+
+
 class Handler(http.server.BaseHTTPRequestHandler):
-    state = page = None
+    states = page = None
 
     def do_GET(self):
         # A page of somebody else's whose name has been made to mean 127.0.0.1 shall not read this one.
@@ -146,15 +160,16 @@ class Handler(http.server.BaseHTTPRequestHandler):
         url = urllib.parse.urlsplit(self.path)
         query = dict(urllib.parse.parse_qsl(url.query))
         try:
-            epoch, begin, report = (int(query.get(key, 0)) for key in ("epoch", "from", "report"))
+            run, epoch, begin, report = (int(query.get(key, 0)) for key in ("run", "epoch", "from", "report"))
         except ValueError:
-            self.answer(400, "text/plain", "epoch, from and report are numbers")
+            self.answer(400, "text/plain", "run, epoch, from and report are numbers")
             return
+        state = self.states[run] if 0 <= run < len(self.states) else None
         if url.path == "/":
             self.answer(200, "text/html; charset=utf-8", self.page)
-        elif url.path == "/data":
-            self.answer(200, "application/json", json.dumps(self.state.data(epoch, max(0, begin))))
-        elif url.path == "/telemetry" and (text := self.state.report(epoch, report)) is not None:
+        elif url.path == "/data" and state is not None:
+            self.answer(200, "application/json", json.dumps({"runs": [each.name for each in self.states]} | state.data(epoch, max(0, begin))))
+        elif url.path == "/telemetry" and state is not None and (text := state.report(epoch, report)) is not None:
             self.answer(200, "application/json", text)
         else:
             self.answer(404, "text/plain", "not here")
@@ -180,18 +195,17 @@ class Server(http.server.ThreadingHTTPServer):
 
 
 class Page:
-    def __init__(self, run, name, port):
-        self.state = State(run, name)
+    def __init__(self, port):
+        self.states = []
         with open(os.path.join(os.path.dirname(os.path.abspath(__file__)), "page.html"), encoding="utf-8") as file:
-            handler = type("PageHandler", (Handler,), {"state": self.state, "page": file.read()})
+            handler = type("PageHandler", (Handler,), {"states": self.states, "page": file.read()})
         try:
             self.server = Server(("127.0.0.1", port), handler)
         except (OSError, OverflowError) as error:
             fail(f"--http: port {port}: {getattr(error, 'strerror', None) or error}; choose another, or 0 for a free one")
         self.port = self.server.server_address[1]
-        self.begin, self.add, self.flush = self.state.begin, self.state.add, self.state.look_around
         threading.Thread(target=self.server.serve_forever, daemon=True).start()
 
-    def close(self):
-        self.server.shutdown()
-        self.server.server_close()
+    def add_run(self, run, name):
+        self.states.append(State(run, name))
+        return self.states[-1]

@@ -2,6 +2,7 @@
 #include <cstdint>
 #include <limits>
 #include <string>
+#include <vector>
 
 #include "core/accumulation.h"
 #include "core/tensor.h"
@@ -58,6 +59,7 @@ struct ExpertUse {
   double entropy = kNone;  // of the experts' shares of slots, 1 where all are equal
   double balance_loss = kNone, z_loss = kNone;
   double rank_load = kNone;  // slots of the busiest rank, over their mean: 1 where none divide the experts
+  std::vector<double> loads = {};  // slots of each expert, over their mean
 
   static constexpr double kNone = std::numeric_limits<double>::quiet_NaN();
 };

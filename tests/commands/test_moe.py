@@ -418,6 +418,11 @@ class Moe(RunFolder):
         self.assertEqual([record["step"] for record in records], [3, 6])
         for record in records:
             self.assertEqual(set(record["blocks"]), {"expert_load", "idle_experts", "expert_entropy"})
+            dense, *loads = record["loads"]
+            self.assertEqual((dense, len(loads)), ([], 2))
+            for block, busiest in zip(loads, record["blocks"]["expert_load"][1:]):
+                self.assertAlmostEqual(sum(block) / len(block), 1, places=3)
+                self.assertAlmostEqual(max(block), busiest, places=3)
             for key, (dense, *blocks) in record["blocks"].items():
                 self.assertIsNone(dense)
                 self.assertEqual(len(blocks), 2)

@@ -456,7 +456,7 @@ class Options(FollowTest):
         tail, sinks, stop = run_tail.Tail(str(self.folder / "nope/metrics.jsonl")), [], threading.Event()
         told = []
         with mock.patch.object(follow, "warn", told.append), mock.patch.object(follow, "PATIENCE", 0.05):
-            thread = threading.Thread(target=follow.follow, args=(tail, sinks, False, stop, 0.01))
+            thread = threading.Thread(target=follow.follow, args=([follow.Followed(tail, sinks)], False, stop, 0.01))
             thread.start()
             self.wait_for(lambda: told)
             time.sleep(0.1)

@@ -104,7 +104,7 @@ class Page(FollowTest):
         programs = self.folder / "bin"
         programs.mkdir()
         plan = ('#!/bin/sh\n[ "$1 $3 $4 $5" = "plan --json --gpus 8" ] && grep -q steps "$2" && echo \'{"bytes": {"weights": 3000, "gradients": 1000}}\'\n')
-        for name, text in (("parka", plan), ("nvidia-smi", '#!/bin/sh\necho "1024, 81559"; echo "2048, 81559"\n')):
+        for name, text in (("parka", plan), ("nvidia-smi", '#!/bin/sh\necho "1024, 81559, 612.25, 97"; echo "2048, 81559, [N/A], [N/A]"\n')):
             (programs / name).write_text(text)
             (programs / name).chmod(0o755)
         run = self.make_run("a", [start_record(host=os.uname().nodename), train_record(1)])
@@ -114,8 +114,20 @@ class Page(FollowTest):
             self.wait_for(lambda: self.data(port)["gpus"])
             data = self.data(port)
         self.assertEqual(data["memory"], {"weights": 3000, "gradients": 1000})
-        self.assertEqual(data["gpus"], [[1024 << 20, 81559 << 20], [2048 << 20, 81559 << 20]])
+        self.assertEqual(data["gpus"], [[1024 << 20, 81559 << 20, 612.25, 97], [2048 << 20, 81559 << 20, None, None]])
         self.assertEqual(data["total_steps"], 500)
+
+    def test_several_runs(self):
+        loads = {"kind": "routing", "step": 3, "blocks": {"expert_load": [None, 1.5]}, "loads": [[], [0.5, 1.5]]}
+        runs = [self.make_run(name, [*map(train_record, range(1, steps + 1)), *more]) for name, steps, more in (("a", 2, []), ("b", 3, [loads]))]
+        with self.serving(runs[0], f"other={runs[1].folder}", self.folder / "later") as process:
+            port = self.port_of(process)
+            self.wait_for(lambda: json.loads(self.get(port, "/data?run=1")[2])["loads"])
+            self.assertEqual(json.loads(self.get(port, "/data?run=1")[2])["loads"], {"step": 3, "of_blocks": [[], [0.5, 1.5]]})
+            self.assertEqual([json.loads(self.get(port, f"/data?run={run}")[2])["count"] for run in range(3)], [2, 3, 0])
+            self.assertEqual(self.data(port)["runs"], ["a", "other", "later"])
+            self.assertEqual([self.get(port, f"/data?run={run}")[0] for run in (3, -1)], [404, 404])
+        self.assert_refused("--prometheus: ", runs[0], runs[1].folder, "--once", "--prometheus", self.folder / "a.prom")
 
     def test_gpus_of_another_host_are_not_asked(self):
         run = self.make_run("a", [start_record(host="elsewhere"), train_record(1)])
@@ -148,6 +160,25 @@ class Page(FollowTest):
                                 "--http", str(port))
         self.assert_refused("--http: port 70000: .*; choose another", self.make_run("b", [train_record(1)]), "--http", "70000")
 
+    def shown_by_chromium(self, port):
+        result = subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={self.folder}/chromium",
+                                 "--virtual-time-budget=5000", "--dump-dom", f"http://127.0.0.1:{port}/"],
+                                capture_output=True, text=True, timeout=10 * SECONDS)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        return result.stdout
+
+    @skip_without(CHROMIUM, "Chromium")
+    def test_chromium_shows_several_runs(self):
+        self.assertIsNotNone(CHROMIUM, "Chromium is not on PATH")
+        loads = {"kind": "routing", "step": 60, "blocks": {"expert_load": [1.5]}, "loads": [[0.5, 1.5]]}
+        first, second = (self.make_run(name, [*(train_record(step, loss=loss) for step in range(1, 61)), {"kind": "eval", "step": 60, "loss": loss - 0.5}, loads])
+                         for name, loss in (("a", 4.0), ("b", 3.0)))
+        with self.serving(first, second.folder, PARKA_PROGRAM="/bin/false") as process:
+            page = self.shown_by_chromium(self.port_of(process))
+        for pattern in (r'id="loss-read">.*>a 4</span>.*>b 3</span>.*>a held out 3\.5</span>.*>b held out 2\.5</span>', r'<option value="1">b</option>',
+                        r'<div class="card wide" id="loads-card">', r'<canvas id="loads"[^>]* height="74"', "<title>60 · 4 · a</title>"):
+            self.assertTrue(re.search(pattern, page), pattern)
+
     @skip_without(CHROMIUM, "Chromium")
     def test_chromium_shows_it(self):
         self.assertIsNotNone(CHROMIUM, "Chromium is not on PATH")
@@ -158,13 +189,10 @@ class Page(FollowTest):
         with self.serving(run, PARKA_PROGRAM="/bin/false") as process:
             port = self.port_of(process)
             self.wait_for_step(port, 300)
-            result = subprocess.run([CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", f"--user-data-dir={self.folder}/chromium",
-                                     "--virtual-time-budget=5000", "--dump-dom", f"http://127.0.0.1:{port}/"],
-                                    capture_output=True, text=True, timeout=10 * SECONDS)
-        self.assertEqual(result.returncode, 0, result.stderr)
+            page = self.shown_by_chromium(port)
 
         def shown(pattern):
-            self.assertTrue(re.search(pattern, result.stdout), pattern)
+            self.assertTrue(re.search(pattern, page), pattern)
 
         shown('<b id="fact-step">300 / 1,200</b>')
         shown('<b id="fact-loss">3</b>')  # of the last 20 steps

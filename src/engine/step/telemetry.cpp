@@ -132,13 +132,15 @@ double largest_load(const MoeConfig& moe) {
 }  // namespace
 
 ordered_json routing_record(const std::vector<ExpertUse>& blocks, int64_t step) {
-  ordered_json lists;
+  ordered_json lists, loads = ordered_json::array();
   for (const ExpertUse& block : blocks) {
+    loads.push_back(ordered_json::array());
+    for (const double load : block.loads) loads.back().push_back(rounded(load));
     lists["expert_load"].push_back(rounded(block.load));
     lists["idle_experts"].push_back(rounded(block.idle));
     lists["expert_entropy"].push_back(rounded(block.entropy));
   }
-  return {{"kind", "routing"}, {"step", step}, {"blocks", std::move(lists)}};
+  return {{"kind", "routing"}, {"step", step}, {"blocks", std::move(lists)}, {"loads", std::move(loads)}};
 }
 
 double imbalance(const AttentionTotals& totals) {

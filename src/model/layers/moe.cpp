@@ -51,6 +51,7 @@ std::vector<ExpertUse> RouterLoads::of_blocks(std::span<const float> loads, cons
            static_cast<double>(places) * most_of_rank / slots};
     for (int64_t e = 0; e < num_experts; ++e) {
       const double share = of_block[e] / slots;
+      use.loads.push_back(E * share);
       if (share > 0 && num_experts > 1) use.entropy -= share * std::log(share) / std::log(E);
       use.balance_loss += E * share * of_block[num_experts + e] / tokens;
     }
