@@ -22,7 +22,7 @@ Exit codes: 0 done, 1 a defect of the script, 2 something is wrong with the inpu
 import argparse
 import json
 
-from python_packages import command_name, require
+from python_packages import HelpFormatter, command_name, require
 
 require("numpy")
 import numpy as np  # noqa: E402
@@ -223,7 +223,7 @@ def draw(plt, runs, axis, smooth):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog=command_name(), description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("run", nargs="+", help="run folder, or NAME=FOLDER; the first is what the others are compared with")
     parser.add_argument("--axis", choices=AXES, default="steps", help="what runs have in common (default: steps)")
     parser.add_argument("--last", type=float, default=0.05, metavar="SHARE",

@@ -39,7 +39,7 @@ import sys
 import threading
 import time
 
-from python_packages import command_name
+from python_packages import HelpFormatter, command_name
 from run_metrics import fail, named_runs, run_main, warn
 from run_tail import NotARun, Tail
 
@@ -138,7 +138,7 @@ def usual_port():
 
 
 def parse_options():
-    parser = argparse.ArgumentParser(prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog=command_name(), description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("run", nargs="+", help="run folder, or NAME=FOLDER")
     parser.add_argument("--tensorboard", metavar="DIR", help="write an event file to DIR/NAME")
     parser.add_argument("--wandb", metavar="PROJECT", help="log to Weights & Biases (the package wandb)")

@@ -24,7 +24,7 @@ import tempfile
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from python_packages import command_name  # noqa: E402
+from python_packages import HelpFormatter, command_name  # noqa: E402
 from script_exit import run_script  # noqa: E402
 from text_data.common import InputError, Parser, require_writable, write_file  # noqa: E402
 
@@ -194,7 +194,7 @@ def print_needs(config: dict, planned: dict, options: argparse.Namespace) -> Non
 
 
 def parse_options(arguments: list[str]) -> argparse.Namespace:
-    parser = Parser(prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False)
+    parser = Parser(prog=command_name(), description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--model", required=True, metavar="NAME", help=f"{', '.join(MODELS)}, or a config or its folder")
     add("--tokens", required=True, type=float, metavar="N", help="tokens to train on, such as 10e9")

@@ -22,7 +22,7 @@ Exit codes: 0 done, 1 a defect of the script, 2 something is wrong with the inpu
 import argparse
 import functools
 
-from python_packages import command_name
+from python_packages import HelpFormatter, command_name
 from run_metrics import fail, median, metrics_path, named_runs, read_records, run_main, save_picture, smooth_curve
 from sinks.scalars import as_double
 
@@ -198,7 +198,7 @@ def draw_runs(plt, given, smooth):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog=command_name(), description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("run", nargs="+", help="run folder, or NAME=FOLDER; several are drawn over each other")
     parser.add_argument("--out", required=True, help="picture to write; its name ends in .png, .svg, .pdf or another format of matplotlib")
     parser.add_argument("--smooth", type=int, default=25, help="width of the windows that the thick loss curve averages over, in steps")

@@ -34,7 +34,7 @@ from pathlib import Path
 from typing import Callable, Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from python_packages import advice, command_name, require  # noqa: E402
+from python_packages import HelpFormatter, advice, command_name, require  # noqa: E402
 
 require("numpy", "xxhash")
 from image_data.conversations import PLACEHOLDER, key_not_read, lies_elsewhere  # noqa: E402
@@ -331,7 +331,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog=command_name(),
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument

@@ -1,12 +1,22 @@
 """What scripts are called, and what they say that lack a Python package. The system's Python often takes none from pip."""
+import argparse
 import importlib
 import os
 import sys
+import textwrap
 
 MODULES = {"pillow": "PIL"}  # where a package is imported by another name
 REQUIREMENTS = os.path.join(os.path.dirname(os.path.abspath(__file__)), "requirements.txt")  # what setup.sh installs
 SETUP = os.path.join(os.path.dirname(REQUIREMENTS), "setup.sh")  # an installation has none
 OWN_VENV = "~/.local/share/parka/venv"  # of an installation, where `parka` looks for it
+
+
+class HelpFormatter(argparse.RawDescriptionHelpFormatter):
+    """Fills the paragraphs of a description, and leaves commands and lists in it, which are indented, as they are."""
+
+    def _fill_text(self, text, width, indent):
+        paragraphs = text.strip().split("\n\n")
+        return "\n\n".join(each if "\n " in "\n" + each else textwrap.fill(each, width) for each in paragraphs)
 
 
 def command_name():

@@ -20,7 +20,7 @@ import argparse
 import json
 from pathlib import Path
 
-from python_packages import command_name, require
+from python_packages import HelpFormatter, command_name, require
 
 require("numpy")
 import numpy as np  # noqa: E402
@@ -56,7 +56,7 @@ def figure(name, mean, error):
 
 
 def main():
-    parser = argparse.ArgumentParser(prog=command_name(), description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(prog=command_name(), description=__doc__, formatter_class=HelpFormatter)
     parser.add_argument("run", nargs="+", help="RUN=FILE, a file that parka eval --predictions has written")
     parser.add_argument("--model", metavar="NAME", help="in the names of figures; --json needs it")
     parser.add_argument("--json", action="store_true", help="print JSON lines instead of the table")

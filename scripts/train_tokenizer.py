@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Iterator
 
 sys.path.insert(0, str(Path(__file__).resolve().parent))
-from python_packages import command_name, require  # noqa: E402
+from python_packages import HelpFormatter, command_name, require  # noqa: E402
 
 require("numpy", "tokenizers")
 from script_exit import run_script  # noqa: E402
@@ -119,7 +119,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(
         prog=command_name(),
         description=__doc__,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=HelpFormatter,
         allow_abbrev=False,
     )
     add = parser.add_argument
