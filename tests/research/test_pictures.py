@@ -16,6 +16,7 @@ except ImportError:
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "scripts/research"))
+import kernel_pictures  # noqa: E402
 import pictures  # noqa: E402
 
 
@@ -50,6 +51,23 @@ class Pictures(unittest.TestCase):
         result = self.script("loss", f"{self.folder}/loss.svg")
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertIn("342M", (self.folder / "loss.svg").read_text(encoding="utf-8"))
+
+    def test_every_page_of_a_kernel_has_its_picture(self):
+        pages = {path.stem: path.read_text(encoding="utf-8") for path in (ROOT / "docs/kernels").glob("*.md")}
+        self.assertEqual(set(pages), set(kernel_pictures.KERNELS))
+        for name, page in pages.items():
+            with self.subTest(name):
+                self.assertIn(f"]({name}.png)", page)
+                self.assertTrue((ROOT / f"docs/kernels/{name}.png").exists())
+
+    def test_kernels_are_drawn_and_fit_in_shared_memory(self):
+        result = subprocess.run([sys.executable, ROOT / "scripts/research/kernel_pictures.py", "--out", self.folder], capture_output=True, text=True)
+        self.assertEqual(result.returncode, 0, result.stderr)
+        for name, kernel in kernel_pictures.KERNELS.items():
+            with self.subTest(name):
+                self.assertTrue((self.folder / f"{name}.png").exists())
+                if "memory_title" not in kernel:
+                    self.assertLessEqual(sum(size for _, size, _ in kernel["memory"]), kernel_pictures.MOST_SHARED)
 
     def test_a_picture_that_cannot_be_written(self):
         for name, code in (("missing/peers.png", 4), ("peers.xyz", 2)):

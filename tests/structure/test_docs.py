@@ -4,7 +4,7 @@ import unittest
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md")), *sorted((ROOT / "docs/results").glob("*.md"))]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
 FOLDERS = "bench|configs|docs|examples|fuzz|scripts|src|tests"
 # `src/core/placement.h`, scripts/test.sh, tests/engine: from the root. Not what follows a letter, a dot or a slash.
 FROM_ROOT = re.compile(rf"(?<![\w./-])((?:{FOLDERS})/[\w./*<>-]*)")
@@ -75,8 +75,7 @@ class Docs(unittest.TestCase):
 
     def test_every_page_is_in_the_index(self):
         index = (ROOT / "docs/README.md").read_text(encoding="utf-8")
-        pages = [*(ROOT / "docs").glob("*.md"), *(ROOT / "docs/results").glob("*.md")]
-        left = [page.name for page in pages if page.name != "README.md" and
+        left = [page.name for page in (ROOT / "docs").rglob("*.md") if page.name != "README.md" and
                 f"]({page.relative_to(ROOT / 'docs')})" not in index]
         self.assertEqual(left, [])
 
