@@ -89,7 +89,7 @@ class ModelWeights {
   TensorView operand(Device& device, int index) const;
   // The same, flat and where this rank keeps it, on the device or the host; empty if it is divided over ranks
   // or coded.
-  const TensorView& kept(int index) const { return kept_[static_cast<size_t>(index)]; }
+  const TensorView& kept(int index) const { return at(index).kept; }
   // The FP8 copy of a linear layer's weight [N, K], and the same transposed, [K, N]; of E experts [E N, K] and
   // [E K, N], with scales [E]. One that is not kept is made here, for use until the next call. The head's, where it
   // is FP8, has rows of zeros up to head_copy_rows().
@@ -157,11 +157,37 @@ class ModelWeights {
   void gathered(Device& device, int unit) const;
 
  private:
+  // Where GEMMs find the FP8 codes of a weight, in rows or transposed.
+  enum class Codes { kNone, kKept, kMadeOnUse, kGathered };
+  // How one weight is stored. Made once, by storage_of().
+  struct Storage {
+    bool has_codes = false;  // an FP8 GEMM reads it
+    Codes rows = Codes::kNone, transposed = Codes::kNone;
+    bool is_divided = false;               // over ranks, so that this one has a piece
+    bool keeps_piece_codes = false;        // of such a piece, for a whole step
+    bool is_stacked = false;               // matrices of experts, whose codes have a scale each
+    bool is_4bit = false, is_fp8 = false;  // its codes are all there is of it
+    bool is_in_host = false;
+    int64_t rows_stored = 0;  // more than those of the weight for an FP8 head
+  };
   struct CopyIds {
     MatrixId w, w_t;
   };
   struct Copies {
     ScaledView w, w_t;
+  };
+  struct Weight {
+    ParameterInfo info;
+    Storage storage;
+    TensorId plain_id;       // of the whole weight, or of this rank's piece
+    CopyIds copy_ids;        // of what is kept; the scale alone of codes that are made where they are used
+    CopyIds piece_code_ids;  // of codes of this rank's piece that are kept
+    int64_t first_amax = 0;  // in amax()
+    TensorView plain, kept;  // plain(), kept()
+    TensorView fetched;      // where one in host memory is copied to
+    TensorView piece;        // flat and padded, of one that is gathered on use
+    TensorView piece_codes, piece_codes_t;  // flat; [cols, rows / ranks]
+    Copies copies;
   };
   // The memory into which one weight of a block is gathered.
   struct Gathered {
@@ -169,105 +195,58 @@ class ModelWeights {
     TensorId codes;  // of blocks whose codes are gathered
     MatrixId w;      // the FP8 copy that is made from `whole`; invalid for weights that no FP8 GEMM reads
   };
-  // True for the head's weight in FP8. Every rank has it whole.
-  bool is_fp8_head(size_t i) const { return static_cast<int>(i) == fp8_head_; }
-  bool has_copy(size_t i) const {
-    return formats_.fp8_gemm && parameters_[i].quantized &&
-           (parameters_[i].role == ParameterRole::kLinear || is_stacked(i) || is_fp8_head(i) || is_of_fp8_tower(i));
-  }
-  // True for the weights of experts, whose FP8 copies have a scale for each expert.
-  bool is_stacked(size_t i) const { return parameters_[i].role == ParameterRole::kExperts; }
-  bool is_of_fp8_tower(size_t i) const {
-    return formats_.fp8_tower && parameters_[i].role == ParameterRole::kTowerLinear;
-  }
-  // True if input gradients go through the weight.
-  bool has_input_gradient(size_t i) const {
-    return is_of_fp8_tower(i) ? trains_tower_ : parameters_[i].unit >= copies_kept_.first_backward_unit;
-  }
-  int64_t copy_rows(size_t i) const {
-    return is_fp8_head(i) ? head_copy_rows(parameters_[i].rows) : parameters_[i].rows;
-  }
-  bool is_coded(size_t i) const { return parameters_[i].is_coded(); }
-  bool is_fp8_coded(size_t i) const { return parameters_[i].base == BaseFormat::kFp8; }
-  bool is_4bit_coded(size_t i) const { return is_4bit(parameters_[i].base); }
-  WeightCopies copies_of(size_t i) const {
-    if (is_fp8_head(i)) return copies_kept_.of_head();
-    return copies_kept_.with(has_input_gradient(i));
-  }
-  // For whole weights.
-  bool keeps_rows(size_t i) const {
-    if (is_coded(i)) return is_fp8_coded(i);
-    return !is_divided(parameters_[i].unit) && copies_of(i) != WeightCopies::kNone;
-  }
-  bool keeps_transposed(size_t i) const {
-    if (is_4bit_coded(i)) return false;
-    return !is_divided(parameters_[i].unit) && use_ != WeightUse::kForward && copies_of(i) == WeightCopies::kBoth;
-  }
-  // For this rank's pieces of divided weights.
-  bool keeps_piece_codes(int unit) const {
-    return gathers_codes() && is_divided(unit) && copies_kept_.of_unit(unit) != WeightCopies::kNone;
-  }
-  bool has_changed(size_t i, Changed changed) const { return changed == Changed::kAll || parameters_[i].trainable; }
-  bool is_in_host(size_t i) const { return parameters_[i].placement.memory == MemoryPlace::kHost; }
-  // Of this weight, in amax_of(), of which it has the elements of own(), or all if it is coded.
-  void find_amax(Device& device, size_t i, const TensorView& weight) const;
-  void quantize_piece(Device& device, size_t i) const;
-  void quantize_whole(Device& device, size_t i, const TensorView& weight) const;
+  Storage storage_of(const ParameterTable& table, size_t i) const;
+  Weight& at(int index) { return weights_[static_cast<size_t>(index)]; }
+  const Weight& at(int index) const { return weights_[static_cast<size_t>(index)]; }
+  bool is_fp8_head(const Weight& w) const { return fp8_head_ >= 0 && &w == &at(fp8_head_); }
   bool gathers_codes() const { return divides_ && formats_.has_tensor_scales(); }
+  static bool has_changed(const Weight& w, Changed changed) { return changed == Changed::kAll || w.info.trainable; }
+  size_t index_of(const Weight& w) const { return static_cast<size_t>(&w - weights_.data()); }
   // One number, or one for each expert of this rank, among those of all ranks' experts.
-  TensorView amax_of(size_t i) const {
-    if (amax_.empty()) return amax_;
-    if (!is_stacked(i)) return amax_.rows(static_cast<int64_t>(i), 1);
-    const int64_t n = parameters_[i].num_stacked;
-    return amax_.rows(first_stacked_amax_[i] + parameters_[i].placement.expert_place * n, n);
+  TensorView amax_of(const Weight& w) const {
+    return amax_.empty() ? amax_ : amax_.rows(w.first_amax, w.storage.is_stacked ? w.info.num_stacked : 1);
   }
+  // Of this weight, in amax_of(), of which it has the elements of own(), or all if it is coded.
+  void find_amax(Device& device, const Weight& w, const TensorView& elements) const;
+  void quantize_piece(Device& device, const Weight& w) const;
+  void quantize_whole(Device& device, const Weight& w, const TensorView& elements) const;
   // Calls f(expert, begin, count) for each expert of whose matrix this rank has elements, by their place in own().
   template <typename F>
-  void for_each_own_part(size_t i, const F& f) const;
+  static void for_each_own_part(const ParameterInfo& p, const F& f);
   // Makes codes of a whole weight, of the experts' each with its scale; empty: not wanted.
-  void make_codes(Device& device, size_t i, const TensorView& weight, const ScaledView& w,
+  void make_codes(Device& device, const Weight& weight, const TensorView& elements, const ScaledView& w,
                   const ScaledView& w_t) const;
   void declare_weights(MemoryPlan& plan);
   void declare_gather_buffers(const ParameterTable& table, MemoryPlan& plan);
-  void declare_copies(size_t i, MemoryPlan& plan);
+  void declare_copies(Weight& weight, MemoryPlan& plan);
   void declare_workspace(MemoryPlan& plan);
   void declare_head_workspace(MemoryPlan& plan);
-  PhaseMask coded_buffer_phases() const;
   // Whole weights in the compute format, decoded if they are coded.
-  TensorView source(Device& device, size_t i) const {
-    return is_coded(i) ? operand(device, static_cast<int>(i)) : copied(i);
+  TensorView source(Device& device, const Weight& w) const {
+    return w.info.is_coded() ? operand(device, static_cast<int>(index_of(w))) : copied(w);
   }
   // The source of the kept copies of a whole weight, with the rows of zeros after the head's.
-  TensorView copied(size_t i) const;
-  void bind_weight(const Arena& arena, size_t i, const TensorView& buffer);
-  void bind_copies(const Arena& arena, size_t i);
-  void bind_gathered(const Arena& arena, size_t i, const Gathered& buffer);
-  void bind_gathered_codes(const Arena& arena, size_t i, const TensorView& whole, Copies& copies);
+  static TensorView copied(const Weight& w);
+  void bind_weight(const Arena& arena, Weight& weight, const TensorView& buffer);
+  void bind_copies(const Arena& arena, Weight& weight);
+  void bind_gathered(const Arena& arena, Weight& weight, const Gathered& buffer);
+  void bind_gathered_codes(const Arena& arena, Weight& weight, const TensorView& whole);
 
-  std::vector<ParameterInfo> parameters_;
   Formats formats_;
   bool divides_, are_updates_shared_;
   KeptCopies copies_kept_;
   WeightUse use_;
   CodedWeights coded_;
-  bool trains_tower_;
   int fp8_head_;             // index of the head's weight if it has FP8 copies, else -1
   bool gathers_transposed_;  // of blocks of which both copies are kept
   bool has_host_parts_;
-  std::vector<bool> gathered_unit_;  // is_gathered_on_use()
-  std::vector<TensorId> plain_ids_;  // of whole weights, or of this rank's pieces
-  std::vector<CopyIds> copy_ids_;    // of what is kept; the scale alone of codes that are made where they are used
-  std::vector<CopyIds> piece_code_ids_;                   // of codes of this rank's pieces that are kept
+  std::vector<bool> gathered_unit_;                       // is_gathered_on_use()
+  std::vector<Weight> weights_;                           // in the order of the table
   std::vector<std::vector<Gathered>> buffers_;            // each for a block's weights in their order
   MatrixId rows_workspace_id_, transposed_workspace_id_;  // for copies that are not kept: large enough for any
   MatrixId head_rows_workspace_id_, head_transposed_workspace_id_;
   TensorId amax_id_;
-  std::vector<int64_t> first_stacked_amax_;  // by weight
-  std::vector<TensorView> plain_, kept_, own_;
-  std::vector<TensorView> fetched_;                    // matrices: where a weight in host memory is copied to
-  std::vector<TensorView> piece_plain_, piece_codes_;  // flat and padded, of weights that are gathered on use
-  std::vector<TensorView> piece_codes_t_;              // [cols, rows / ranks]
-  std::vector<Copies> copies_;
+  std::vector<TensorView> own_;
   std::vector<std::vector<Piece>> pieces_, backward_pieces_;  // by unit
   std::vector<std::vector<HostPart>> host_parts_;
   TensorView amax_;
