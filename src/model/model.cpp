@@ -424,7 +424,7 @@ void Model::Pass::start_sampling(StepContext& step) const {
   for (int64_t l = 0; l < stack_.num_blocks(); ++l) {
     const auto sample = [&](QuantizedTensor which, std::string_view name) {
       const int weight = table_.index_of(block_prefix(kDecoder, l) + std::string(name));
-      if (weight < 0 || !table_.all[static_cast<size_t>(weight)].quantized) return;
+      if (weight < 0 || !table_.all[static_cast<size_t>(weight)].quantized_forward) return;
       const int64_t n = table_.all[static_cast<size_t>(weight)].num_stacked;
       const TensorView x = weights_->operand(step.device, weight);
       const ScaledView& q = weights_->quantized(step.device, weight);

@@ -127,7 +127,9 @@ ModelWeights::Storage ModelWeights::storage_of(const ParameterTable& table, size
       is_of_tower ? table.trains_any(kVision) : is_head || p.unit >= copies_kept_.first_backward_unit;
   const WeightCopies copies = is_head ? copies_kept_.of_head() : copies_kept_.with(has_input_gradient);
   const auto kept_if = [](bool keeps) { return keeps ? Codes::kKept : Codes::kMadeOnUse; };
-  s.rows = s.is_divided ? Codes::kGathered : kept_if(p.is_coded() ? s.is_fp8 : copies != WeightCopies::kNone);
+  if (p.quantized_forward) {  // else backward alone has FP8 products
+    s.rows = s.is_divided ? Codes::kGathered : kept_if(p.is_coded() ? s.is_fp8 : copies != WeightCopies::kNone);
+  }
   if (use_ == WeightUse::kForward || !has_input_gradient) return s;
   s.transposed = s.is_divided ? (has_pieces_for_backward(p.unit) ? Codes::kGathered : Codes::kMadeOnUse)
                               : kept_if(!s.is_4bit && copies == WeightCopies::kBoth);
@@ -381,8 +383,9 @@ TensorView ModelWeights::copied(const Weight& w) {
 
 // Makes the copies that are kept of a whole weight, from its elements.
 void ModelWeights::quantize_whole(Device& device, const Weight& w, const TensorView& elements) const {
-  if (w.storage.rows != Codes::kKept) return;
-  make_codes(device, w, elements, w.copies.w, w.storage.transposed == Codes::kKept ? w.copies.w_t : ScaledView{});
+  const auto kept = [](Codes codes, const ScaledView& copy) { return codes == Codes::kKept ? copy : ScaledView{}; };
+  if (w.storage.rows != Codes::kKept && w.storage.transposed != Codes::kKept) return;
+  make_codes(device, w, elements, kept(w.storage.rows, w.copies.w), kept(w.storage.transposed, w.copies.w_t));
 }
 
 void ModelWeights::make_codes(Device& device, const Weight& weight, const TensorView& elements, const ScaledView& w,
@@ -491,7 +494,8 @@ const ScaledView& ModelWeights::transposed(Device& device, int index) const {
   const Weight& w = at(index);
   const ScaledView& w_t = w.copies.w_t;
   if (w.storage.transposed != Codes::kMadeOnUse) return w_t;
-  const bool moves_codes = formats_.has_tensor_scales() && w.storage.rows != Codes::kMadeOnUse;
+  const bool moves_codes =
+      formats_.has_tensor_scales() && (w.storage.rows == Codes::kKept || w.storage.rows == Codes::kGathered);
   if (!moves_codes) {
     make_codes(device, w, source(device, w), {}, w_t);
   } else if (w.storage.is_stacked) {
