@@ -9,11 +9,15 @@
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/ops/quantize/quantize.h"
 
-// Shapes: T rows (tokens), C columns (elements of a row).
+// y = norm(x) * weight + bias of rows x = residual + branch.
 //
-// Plain y is written by the kernel that has a row in registers, which then also makes a quantized copy of the sum.
-// Quantized y takes two kernels: that one finds the row's statistics and the maximum of y, and write_tiles
-// recomputes y from the norm's input, as norm_recompute does.
+//   T, C            rows (tokens), columns (elements of a row)
+//   Part            what a thread has of a row, a block's: kPacks packs of kWidth columns, x[pack][i]
+//   (norm_rows.cuh) copy            x quantized, where that is what the norm reads: a group's columns lie in
+//   neighbouring threads mean, rstd      of each row, in every thread of its block
+//
+// Plain y takes one kernel, which has a row in registers. Quantized y takes two: that one finds the row's
+// statistics and the maximum of y, and write_tiles recomputes y from the norm's input, as norm_recompute does.
 namespace parka::cuda {
 namespace {
 
@@ -251,55 +255,50 @@ bool is_wide(const NormForward& a) {
       {a.residual.data, a.branch.data, a.weight.data, a.bias.data, a.residual_out.data, a.y.data.data});
 }
 
-// The sum, the statistics of the sum and y or its maximum.
-template <typename Y>
-void norm_of_sum(CudaDevice& device, const NormForward& a, float* amax) {
-  with_plain_type(a.residual.dtype, [&](auto residual) {
-    using T = decltype(residual);
-    with_norm_kind(a.kind, [&](auto kind) {
-      with_constant(is_wide<T>(a), [&](auto wide) {
-        launch_forward<Y, kind.value, wide.value>(device, a, a.residual.as<T>(), NoCopy(), amax);
-      });
-    });
-  });
-}
-
-// True if one kernel can make the sum, its quantized copy and what follows.
-bool fits_group_copy(const NormForward& a) {
+// True if norm_of_rows() takes these tensors: it can make some copies of the sum, and no others.
+bool fits_rows(const NormForward& a) {
   static_assert(RowPart<BFloat16, true>::kWidth == kGroupCodesWidth);
-  return a.residual.dtype == DType::kBF16 && is_wide<BFloat16>(a) && fits_group_codes(a.x);
+  return a.x.empty() || (a.residual.dtype == DType::kBF16 && is_wide<BFloat16>(a) && fits_group_codes(a.x));
 }
 
-// The sum, its quantized copy x, the statistics of x, and y or, unless `amax` is null, its maximum.
+// One kernel: the sum, its quantized copy if one is wanted, the statistics, and y or, for AmaxOnly, its maximum
+// unless `amax` is null.
 template <typename Y>
-void norm_with_group_copy(CudaDevice& device, const NormForward& a, float* amax) {
-  with_float8_type(a.x.data.dtype, [&](auto f8) {
-    with_plain_type(a.x.scale.dtype, [&](auto scale) {
-      const GroupCopy<decltype(f8), decltype(scale)> copy(a.x);
-      with_norm_kind(a.kind, [&](auto kind) {
-        launch_forward<Y, kind.value, true>(device, a, a.residual.as<BFloat16>(), copy, amax);
+void norm_of_rows(CudaDevice& device, const NormForward& a, float* amax) {
+  with_norm_kind(a.kind, [&](auto kind) {
+    if (a.x.empty()) {
+      with_plain_type(a.residual.dtype, [&](auto residual) {
+        using T = decltype(residual);
+        with_constant(is_wide<T>(a), [&](auto wide) {
+          launch_forward<Y, kind.value, wide.value>(device, a, a.residual.as<T>(), NoCopy(), amax);
+        });
       });
-    });
+    } else if constexpr (!std::is_same_v<Y, float>) {
+      with_float8_type(a.x.data.dtype, [&](auto f8) {
+        with_plain_type(a.x.scale.dtype, [&](auto scale) {
+          const GroupCopy<decltype(f8), decltype(scale)> copy(a.x);
+          launch_forward<Y, kind.value, true>(device, a, a.residual.as<BFloat16>(), copy, amax);
+        });
+      });
+    }
   });
 }
 
-// The same in as many kernels as it takes, with the maximum of y.
-void norm_of_copy(CudaDevice& device, const NormForward& a, float* amax) {
-  if (!fits_group_copy(a)) {
-    norm_of_sum<AmaxOnly>(device, a, nullptr);
-    const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
-    cuda::quantize(device, Quantize{.x = a.residual_out, .out = a.x});
-    launch(device, "norm_forward", norm_statistics_kernel, {rows, kStatisticsThreads}, AnySource(a.x),
-           has_mean(a.kind), a.eps, static_cast<int>(cols), optional<float>(a.mean), a.rstd.as<float>());
-    if (amax != nullptr) find_amax_of_elements(device, any_norm_source(a.x, a), rows, cols, amax);
-    return;
-  }
-  norm_with_group_copy<AmaxOnly>(device, a, amax);
+// The sum, its copy of any format, the statistics of that, and the maximum of y unless `amax` is null.
+void norm_of_any_copy(CudaDevice& device, const NormForward& a, float* amax) {
+  const int64_t rows = a.residual.dim[0], cols = a.residual.dim[1];
+  NormForward of_sum = a;
+  of_sum.x = {};
+  norm_of_rows<AmaxOnly>(device, of_sum, nullptr);
+  cuda::quantize(device, Quantize{.x = a.residual_out, .out = a.x});
+  launch(device, "norm_forward", norm_statistics_kernel, {rows, kStatisticsThreads}, AnySource(a.x),
+         has_mean(a.kind), a.eps, static_cast<int>(cols), optional<float>(a.mean), a.rstd.as<float>());
+  if (amax != nullptr) find_amax_of_elements(device, any_norm_source(a.x, a), rows, cols, amax);
 }
 
-// kNone: the sum, and y as a copy of it, or its maximum unless `amax` is null.
+// kNone: the sum, and y made of it.
 void sum_alone(CudaDevice& device, const NormForward& a, float* amax) {
-  const bool copies = a.y.scaling == Scaling::kNone && a.y.data.data != a.residual_out.data;
+  const bool is_plain = a.y.scaling == Scaling::kNone, copies = is_plain && a.y.data.data != a.residual_out.data;
   with_plain_type(a.residual.dtype, [&](auto type) {
     using T = decltype(type);
     with_plain_type(copies ? a.y.data.dtype : a.residual.dtype, [&](auto y) {
@@ -312,6 +311,9 @@ void sum_alone(CudaDevice& device, const NormForward& a, float* amax) {
       launch_residual_sum(device, sum, a.residual.numel(), "norm_forward");
     });
   });
+  if (is_plain && a.y_t.empty()) return;
+  const TensorView found = amax == nullptr ? TensorView{} : TensorView(amax, DType::kF32, {1});
+  cuda::quantize(device, Quantize{.x = a.residual_out, .out = a.y, .out_t = a.y_t, .amax = found});
 }
 
 template <typename T, NormKind kKind>
@@ -346,25 +348,19 @@ bool is_tensor_scaled(const ScaledView& t) { return !t.empty() && t.scaling == S
 void norm_forward(Device& any_device, const NormForward& a) {
   CudaDevice& device = as_cuda(any_device);
   check_row_extents(a.residual.dim[0], a.residual.dim[1]);
-  const bool is_plain = a.y.scaling == Scaling::kNone && a.y_t.empty(), is_norm = a.kind != NormKind::kNone;
   float* amax = nullptr;
   if (is_tensor_scaled(a.y) || is_tensor_scaled(a.y_t)) {
     amax = static_cast<float*>(device.workspace("norm_forward", workspace_of(a)));
     check(cudaMemsetAsync(amax, 0, sizeof(float), device.stream()), "norm_forward");
   }
-  if (!is_norm) {
-    sum_alone(device, a, amax);
-    if (is_plain) return;
-    const TensorView found = amax == nullptr ? TensorView{} : TensorView(amax, DType::kF32, {1});
-    cuda::quantize(device, Quantize{.x = a.residual_out, .out = a.y, .out_t = a.y_t, .amax = found});
-  } else if (is_plain && a.x.empty()) {
-    with_plain_type(a.y.data.dtype, [&](auto y) { norm_of_sum<decltype(y)>(device, a, nullptr); });
-  } else if (is_plain && a.y.data.dtype == DType::kBF16 && fits_group_copy(a)) {
-    norm_with_group_copy<BFloat16>(device, a, nullptr);
-  } else {
-    a.x.empty() ? norm_of_sum<AmaxOnly>(device, a, amax) : norm_of_copy(device, a, amax);
-    write_norm(device, a.x.empty() ? ScaledView(a.residual_out) : a.x, a, amax);
+  if (a.kind == NormKind::kNone) return sum_alone(device, a, amax);
+  const bool is_plain = a.y.scaling == Scaling::kNone && a.y_t.empty();
+  if (is_plain && fits_rows(a) && (a.x.empty() || a.y.data.dtype == DType::kBF16)) {
+    with_plain_type(a.y.data.dtype, [&](auto y) { norm_of_rows<decltype(y)>(device, a, nullptr); });
+    return;
   }
+  fits_rows(a) ? norm_of_rows<AmaxOnly>(device, a, amax) : norm_of_any_copy(device, a, amax);
+  write_norm(device, a.x.empty() ? ScaledView(a.residual_out) : a.x, a, amax);
 }
 
 void norm_recompute(Device& any_device, const NormRecompute& a) {

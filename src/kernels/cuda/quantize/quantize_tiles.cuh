@@ -1,6 +1,7 @@
 #pragma once
 #include <algorithm>
 #include <bit>
+#include <concepts>
 #include <cstdint>
 
 #include "core/tensor.h"
@@ -9,24 +10,37 @@
 #include "kernels/cuda/quantize/fp8.cuh"
 #include "kernels/ops/quantize/quantize.h"
 
-// Writes a matrix in any format, row-major and transposed, from any source of numbers: find_amax and write_tiles at
-// the end of this file take a Source, which has
-//   // Loads what the 16 numbers at (row, col), (row, col + 1)... are made of, and leaves the rest to decode(), so
-//   that
-//   // many loads are under way at once. col is a multiple of 16, and all 16 columns exist.
-//   __device__ Fetched fetch(int row, int col) const;
-//   // Numbers 4 quarter to 4 quarter + 3 of the 16, in fp32; of one place always the same bits.
-//   __device__ void decode(const Fetched& fetched, int quarter, float (&x)[4]) const;
-//   // The number at (row, col), with the same bits: what shapes that do not fit are made with.
-//   __device__ float element(int row, int col) const;
-//   // True if fetch() can be called: the columns are a multiple of 16, and what it reads in 16 bytes is aligned
-//   so. bool fits_wide() const;
-// It is copied to the GPU as it is: pointers and numbers. What it reads is not written while a kernel of this file
-// runs. matrix_source.cuh has those for numbers in memory. Some functions need no element() and fits_wide().
+// Writes a matrix in any format, row-major and transposed, from any Source of numbers: find_amax and write_tiles,
+// at the end of this file. matrix_source.cuh has sources of numbers in memory.
 //
-// Shapes: R rows and C columns of the source. A block has a tile of 128 x 128 (code_tiles.cuh): whatever a scale
-// belongs to, a group of a row or a column or a block, then lies within one tile.
+//   R, C        rows and columns of the source
+//   tile        128 x 128 of them, a block's (code_tiles.cuh): whatever a scale belongs to, a group of a row or a
+//               column or a block, lies within one tile
+//   x[k][i]     a thread's numbers: kHeight rows of kWidth = 16 columns, which it reads a quarter at a time
 namespace parka::cuda {
+
+// What numbers are made of. It is copied to the GPU as it is: pointers and numbers. What it reads is not written
+// while a kernel of this file runs.
+template <typename S>
+concept Source = requires(const S& s, const typename S::Fetched& fetched, float (&x)[4]) {
+  // Loads what the 16 numbers from (row, col) on are made of, and leaves the rest to decode(), so that many loads
+  // are under way at once. col is a multiple of 16, and all 16 columns exist.
+  { s.fetch(/*row=*/0, /*col=*/0) } -> std::same_as<typename S::Fetched>;
+  s.decode(fetched, /*quarter=*/0, x);  // 4 of the 16, in fp32; of one place always the same bits
+};
+
+// For shapes that fetch() does not fit: the number at (row, col), with the same bits.
+template <typename S>
+concept ElementSource = requires(const S& s) {
+  { s.element(/*row=*/0, /*col=*/0) } -> std::same_as<float>;
+};
+
+// fits_wide(): whether fetch() can be called: columns come in 16s, and what it reads in 16 bytes is aligned.
+template <typename S>
+concept AnyShapeSource = Source<S> && ElementSource<S> && requires(const S& s) {
+  { s.fits_wide() } -> std::same_as<bool>;
+};
+
 namespace tiles {
 
 // Fetches of so few bytes a thread has under way for all of its rows at once: codes with their scale.
@@ -35,8 +49,8 @@ constexpr size_t kSmallFetch = 40;
 constexpr int kLoadingBlocks = 3, kFetchingBlocks = 4;
 
 // All numbers of a thread. Where there is no row or column they repeat the last ones, which changes no maximum.
-template <typename Source>
-__device__ inline void load_part(const Source& source, int rows, int cols, float (&x)[kHeight][kWidth]) {
+template <Source From>
+__device__ inline void load_part(const From& source, int rows, int cols, float (&x)[kHeight][kWidth]) {
   const Place place;
   const int col = min(place.col, cols - kWidth);
 #pragma unroll
@@ -54,8 +68,8 @@ __device__ inline void load_part(const Source& source, int rows, int cols, float
 
 // Calls f(k, fetched) for each row k of a thread, with what was fetched of it: the loads of the next row are under
 // way by then. Where there is no row or column f gets the last ones, as in load_part().
-template <typename Source, typename F>
-__device__ inline void for_each_row(const Source& source, int rows, int cols, const F& f) {
+template <typename From, typename F>
+__device__ inline void for_each_row(const From& source, int rows, int cols, const F& f) {
   const Place place;
   const int col = min(place.col, cols - kWidth);
   const auto fetch = [&](int k) { return source.fetch(min(place.row + k, rows - 1), col); };
@@ -120,9 +134,9 @@ struct Scales {
 
 // ---- Kernels over tiles ----
 
-template <typename Source>
+template <Source From>
 __global__ void __launch_bounds__(kThreads, kFetchingBlocks)
-    amax_kernel(const Source source, int rows, int cols, float* amax) {
+    amax_kernel(const From source, int rows, int cols, float* amax) {
   __shared__ uint32_t shared[kWarps];
   float largest = 0.0f;
   for_each_row(source, rows, cols, [&](int, const auto& fetched) {
@@ -136,9 +150,9 @@ __global__ void __launch_bounds__(kThreads, kFetchingBlocks)
   raise_to_block_max<kThreads>(amax, largest, shared);
 }
 
-template <typename Source, typename F8>
+template <Source From, typename F8>
 __global__ void __launch_bounds__(kThreads, kFetchingBlocks)
-    tensor_kernel(Source source, const CodeOutput all, TensorScale scale) {
+    tensor_kernel(From source, const CodeOutput all, TensorScale scale) {
   alignas(kTileAlignment) __shared__ uint32_t shared[kSharedWords];
   wait_for_kernel_before();
   const CodeOutput out = all.of_matrix(blockIdx.z);
@@ -163,9 +177,9 @@ __global__ void __launch_bounds__(kThreads, kFetchingBlocks)
 }
 
 // A scale per tile, the same for both orders.
-template <typename Source, typename F8>
+template <Source From, typename F8>
 __global__ void __launch_bounds__(kThreads)
-    block_kernel(const Source source, const CodeOutput out, const Scales scales, const Scales scales_t) {
+    block_kernel(const From source, const CodeOutput out, const Scales scales, const Scales scales_t) {
   alignas(kTileAlignment) __shared__ uint32_t shared[kSharedWords];
   __shared__ float shared_max[kWarps];
   float x[kHeight][kWidth];
@@ -190,9 +204,9 @@ __device__ inline float group_max(float x, int lanes) {
 }
 
 // A scale per group of a row, of `lanes` threads.
-template <typename Source, typename F8, typename S>
+template <Source From, typename F8, typename S>
 __global__ void __launch_bounds__(kThreads, kLoadingBlocks)
-    group_kernel(const Source source, const CodeOutput out, S* scales, int scales_across, int lanes) {
+    group_kernel(const From source, const CodeOutput out, S* scales, int scales_across, int lanes) {
   float x[kHeight][kWidth];
   load_part(source, out.rows, out.cols, x);
   PieceScale pieces[kHeight];
@@ -215,9 +229,9 @@ __global__ void __launch_bounds__(kThreads, kLoadingBlocks)
 
 // A scale per group of a column: of a row of the transposed matrix, all that is written. The rows of `warps` warps
 // are a group. Loads the numbers twice.
-template <typename Source, typename F8>
+template <Source From, typename F8>
 __global__ void __launch_bounds__(kThreads)
-    group_columns_kernel(const Source source, const CodeOutput out, const Scales scales_t, int warps) {
+    group_columns_kernel(const From source, const CodeOutput out, const Scales scales_t, int warps) {
   alignas(kTileAlignment) __shared__ uint32_t shared[kSharedWords];
   __shared__ float factors[kWarps][kSize];  // maxima; then, in the first row of each group, what to multiply by
   const int across = static_cast<int>(threadIdx.x % kAcross) * kWidth;
@@ -260,8 +274,8 @@ __global__ void __launch_bounds__(kThreads)
   write_codes(codes, out, shared);
 }
 
-template <typename Source, typename Y>
-__global__ void __launch_bounds__(kThreads) plain_kernel(const Source source, Y* y_RC, int rows, int cols) {
+template <Source From, typename Y>
+__global__ void __launch_bounds__(kThreads) plain_kernel(const From source, Y* y_RC, int rows, int cols) {
   float x[kHeight][kWidth];
   load_part(source, rows, cols, x);
   const Place place;
@@ -274,9 +288,9 @@ __global__ void __launch_bounds__(kThreads) plain_kernel(const Source source, Y*
 
 // ---- Any shape, alignment and group size, one element at a time ----
 
-template <typename Source>
+template <ElementSource From>
 __global__ void __launch_bounds__(kThreads)
-    amax_elements_kernel(const Source source, int rows, int cols, float* amax) {
+    amax_elements_kernel(const From source, int rows, int cols, float* amax) {
   __shared__ uint32_t shared[kWarps];
   float largest = 0.0f;
   for (int row = static_cast<int>(blockIdx.x); row < rows; row += static_cast<int>(gridDim.x)) {
@@ -321,8 +335,8 @@ __device__ inline void write_element(const PieceOutput& out, int64_t at, float v
 }
 
 // A warp has one piece at a time.
-template <typename Source>
-__global__ void __launch_bounds__(kThreads) pieces_kernel(const Source source, const PieceOutput out) {
+template <ElementSource From>
+__global__ void __launch_bounds__(kThreads) pieces_kernel(const From source, const PieceOutput out) {
   const int64_t stride = int64_t{gridDim.x} * kWarps;
   const bool is_scaled = out.has_tensor_scale || out.scales.scale != nullptr;
   for (int64_t i = int64_t{blockIdx.x} * kWarps + threadIdx.x / kWarpSize; i < out.pieces; i += stride) {
@@ -396,8 +410,8 @@ inline bool fits_tiles(const ScaledView& t) {
   return true;
 }
 
-template <typename Source>
-void write_pieces(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, const ScaledView& out,
+template <ElementSource From>
+void write_pieces(CudaDevice& device, const From& source, int64_t rows, int64_t cols, const ScaledView& out,
                   bool transposed, const float* amax) {
   if (out.empty()) return;
   const bool has_scales = out.scaling == Scaling::kGroup || out.scaling == Scaling::kBlock;
@@ -420,51 +434,51 @@ void write_pieces(CudaDevice& device, const Source& source, int64_t rows, int64_
                            .tensor_scale = has_tensor_scale ? tensor_scale(out, amax) : TensorScale{},
                            .scales = has_scales ? scales_of(out) : Scales{}};
   const int64_t blocks = std::min<int64_t>(ceil_div(pieces, kWarps), INT32_MAX);
-  launch(device, kOp, pieces_kernel<Source>, {blocks, kThreads}, source, output);
+  launch(device, kOp, pieces_kernel<From>, {blocks, kThreads}, source, output);
 }
 
 // Writes a kGroup matrix with scales in the format S, in the source's order.
-template <typename S, typename Source>
-void write_groups_scaled_by(CudaDevice& device, const Source& source, const CodeOutput& output,
+template <typename S, Source From>
+void write_groups_scaled_by(CudaDevice& device, const From& source, const CodeOutput& output,
                             const ScaledView& out) {
   const int lanes = static_cast<int>(out.group) / kWidth, across = static_cast<int>(out.scale.dim[1]);
   with_float8_type(out.data.dtype, [&](auto f8) {
-    launch(device, kOp, group_kernel<Source, decltype(f8), S>, {grid_of(output.rows, output.cols), kThreads},
-           source, output, out.scale.as<S>(), across, lanes);
+    launch(device, kOp, group_kernel<From, decltype(f8), S>, {grid_of(output.rows, output.cols), kThreads}, source,
+           output, out.scale.as<S>(), across, lanes);
   });
 }
 
-template <typename Source>
-void write_groups(CudaDevice& device, const Source& source, const CodeOutput& output, const ScaledView& out) {
+template <Source From>
+void write_groups(CudaDevice& device, const From& source, const CodeOutput& output, const ScaledView& out) {
   with_plain_type(out.scale.dtype,
                   [&](auto s) { write_groups_scaled_by<decltype(s)>(device, source, output, out); });
 }
 
 // Writes a kGroup matrix, transposed.
-template <typename Source>
-void write_group_columns(CudaDevice& device, const Source& source, CodeOutput output, const ScaledView& out_t) {
+template <Source From>
+void write_group_columns(CudaDevice& device, const From& source, CodeOutput output, const ScaledView& out_t) {
   output.codes_RC = nullptr;
   with_float8_type(out_t.data.dtype, [&](auto f8) {
-    launch(device, kOp, group_columns_kernel<Source, decltype(f8)>, {grid_of(output.rows, output.cols), kThreads},
+    launch(device, kOp, group_columns_kernel<From, decltype(f8)>, {grid_of(output.rows, output.cols), kThreads},
            source, output, scales_of(out_t), static_cast<int>(out_t.group) / kWarpRows);
   });
 }
 
 // For kTensor outputs: `out` is 16-byte aligned, and the source fits_wide(). Of `matrices` of that shape below each
 // other each has its scale.
-template <typename Source>
-void write_tensor(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, const ScaledView& out,
+template <Source From>
+void write_tensor(CudaDevice& device, const From& source, int64_t rows, int64_t cols, const ScaledView& out,
                   const ScaledView& out_t, const float* amax, int64_t matrices = 1) {
   const ScaledView& any = out.empty() ? out_t : out;
   with_float8_type(any.data.dtype, [&](auto f8) {
-    launch_early(device, kOp, tensor_kernel<Source, decltype(f8)>, {grid_of(rows, cols, matrices), kThreads},
-                 source, code_output(out, out_t, rows, cols), tensor_scale(any, amax));
+    launch_early(device, kOp, tensor_kernel<From, decltype(f8)>, {grid_of(rows, cols, matrices), kThreads}, source,
+                 code_output(out, out_t, rows, cols), tensor_scale(any, amax));
   });
 }
 
 // `out` and `out_t` have one format, which fits tiles.
-template <typename Source>
-void write_codes_of(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, const ScaledView& out,
+template <Source From>
+void write_codes_of(CudaDevice& device, const From& source, int64_t rows, int64_t cols, const ScaledView& out,
                     const ScaledView& out_t, const float* amax) {
   const ScaledView& any = out.empty() ? out_t : out;
   if (any.scaling == Scaling::kTensor) {
@@ -478,24 +492,24 @@ void write_codes_of(CudaDevice& device, const Source& source, int64_t rows, int6
     return;
   }
   with_float8_type(any.data.dtype, [&](auto f8) {
-    launch(device, kOp, block_kernel<Source, decltype(f8)>, {grid_of(rows, cols), kThreads}, source, output,
+    launch(device, kOp, block_kernel<From, decltype(f8)>, {grid_of(rows, cols), kThreads}, source, output,
            scales_of(out), scales_of(out_t));
   });
 }
 
 // `y` is 16-byte aligned.
-template <typename Source>
-void write_plain(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, const TensorView& y) {
+template <Source From>
+void write_plain(CudaDevice& device, const From& source, int64_t rows, int64_t cols, const TensorView& y) {
   with_plain_type(y.dtype, [&](auto type) {
     using Y = decltype(type);
-    launch(device, kOp, plain_kernel<Source, Y>, {grid_of(rows, cols), kThreads}, source, y.as<Y>(),
+    launch(device, kOp, plain_kernel<From, Y>, {grid_of(rows, cols), kThreads}, source, y.as<Y>(),
            static_cast<int>(rows), static_cast<int>(cols));
   });
 }
 
-template <typename Source>
-void find_amax(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, float* amax) {
-  launch(device, kOp, amax_kernel<Source>, {grid_of(rows, cols), kThreads}, source, static_cast<int>(rows),
+template <Source From>
+void find_amax(CudaDevice& device, const From& source, int64_t rows, int64_t cols, float* amax) {
+  launch(device, kOp, amax_kernel<From>, {grid_of(rows, cols), kThreads}, source, static_cast<int>(rows),
          static_cast<int>(cols), amax);
 }
 
@@ -504,18 +518,18 @@ void find_amax(CudaDevice& device, const Source& source, int64_t rows, int64_t c
 // ---- What ops call ----
 
 // find_amax() by single elements: one kernel, which takes any shape.
-template <typename Source>
-void find_amax_of_elements(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, float* amax) {
+template <ElementSource From>
+void find_amax_of_elements(CudaDevice& device, const From& source, int64_t rows, int64_t cols, float* amax) {
   tiles::check_extents(rows, cols);
   const int64_t blocks = std::min<int64_t>(rows, int64_t{8} * device.num_multiprocessors());
-  launch(device, tiles::kOp, tiles::amax_elements_kernel<Source>, {blocks, tiles::kThreads}, source,
+  launch(device, tiles::kOp, tiles::amax_elements_kernel<From>, {blocks, tiles::kThreads}, source,
          static_cast<int>(rows), static_cast<int>(cols), amax);
 }
 
 // Raises *amax, fp32 on the GPU, to max |x| over the [rows, cols] numbers of the source; NaN is skipped. The caller
 // has made it 0, or the maximum of other numbers.
-template <typename Source>
-void find_amax(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, float* amax) {
+template <AnyShapeSource From>
+void find_amax(CudaDevice& device, const From& source, int64_t rows, int64_t cols, float* amax) {
   tiles::check_extents(rows, cols);
   if (source.fits_wide()) {
     tiles::find_amax(device, source, rows, cols, amax);
@@ -526,8 +540,8 @@ void find_amax(CudaDevice& device, const Source& source, int64_t rows, int64_t c
 
 // write_tiles() for sources of rare formats, which are not worth its many kernels: plain numbers and groups with
 // fp32 scales, which GEMMs read, are written in tiles, and all else by single elements.
-template <typename Source>
-void write_rare(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, const ScaledView& out,
+template <AnyShapeSource From>
+void write_rare(CudaDevice& device, const From& source, int64_t rows, int64_t cols, const ScaledView& out,
                 const ScaledView& out_t, const float* amax) {
   tiles::check_extents(rows, cols);
   const auto fits = [&](const ScaledView& t) {
@@ -552,8 +566,8 @@ void write_rare(CudaDevice& device, const Source& source, int64_t rows, int64_t 
 // empty, and each may have any format and scaling, by the rule of ops/quantize/quantize.h. kTensor: with `amax`, on
 // the GPU, the scale is made from it and written; with null the scale is an input. Both then have the same scale
 // memory. One kernel if one output is wanted or both are kTensor (or kBlock) of one dtype, else one for each.
-template <typename Source>
-void write_tiles(CudaDevice& device, const Source& source, int64_t rows, int64_t cols, const ScaledView& out,
+template <AnyShapeSource From>
+void write_tiles(CudaDevice& device, const From& source, int64_t rows, int64_t cols, const ScaledView& out,
                  const ScaledView& out_t, const float* amax) {
   tiles::check_extents(rows, cols);
   if (!out.empty() && !out_t.empty() && !tiles::same_format(out, out_t)) {
