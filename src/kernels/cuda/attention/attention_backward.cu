@@ -4,7 +4,8 @@
 
 // Three kernels. The first computes the statistics of each row that the others need. In the second a block sums a
 // tile of d_k and d_v over all queries; in the third one of d_q over all keys. Both recompute the scores: two
-// products more than in one kernel. But nothing is summed across blocks, so equal input gives equal bits.
+// products more than in one kernel. But nothing is summed across blocks, so equal input gives equal bits. Letters
+// and fragments: attention_tiles.cuh.
 namespace parka::cuda {
 namespace {
 

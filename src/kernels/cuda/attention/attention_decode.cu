@@ -8,7 +8,8 @@
 #include "kernels/op/workspace.h"
 
 // Split-KV decoding: a few new rows attend to thousands of keys each. The keys of a row and head, or of its window,
-// are divided into pieces of kDecodePieceKeys, one for each warp. A second kernel combines the pieces in order.
+// are divided into pieces of kDecodePieceKeys, one for each warp. A second kernel combines the pieces in order. A
+// lane has N elements of a row (attention_rows.cuh).
 namespace parka::cuda {
 namespace {
 

@@ -1,7 +1,8 @@
 #include "kernels/cuda/attention/attention_paths.cuh"
 #include "kernels/cuda/attention/attention_tiles.cuh"
 
-// FlashAttention-2: a block keeps a tile of queries and its output, and passes once over the keys.
+// FlashAttention-2: a block keeps a tile of queries and its output, and passes once over the keys. A warp has rows
+// of both, a lane scores[m][n][4] of them. Letters and fragments: attention_tiles.cuh.
 namespace parka::cuda {
 namespace {
 

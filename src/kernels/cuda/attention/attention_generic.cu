@@ -4,7 +4,8 @@
 #include "kernels/cuda/quantize/fp8.cuh"
 #include "kernels/op/workspace.h"
 
-// Attention for any head width and for fp32, with a warp for each row that is written.
+// Attention for any head width and for fp32, with a warp for each row that is written. A lane has N elements of a
+// row (attention_rows.cuh). B, S, H, Hkv, D: attention_tiles.cuh.
 namespace parka::cuda {
 namespace {
 

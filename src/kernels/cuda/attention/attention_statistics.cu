@@ -5,6 +5,8 @@
 #include "kernels/cuda/attention/attention_rows.cuh"
 #include "kernels/op/workspace.h"
 
+// Totals over rows and heads of attention, for telemetry: each block leaves its own, and one kernel adds them up in
+// order. A warp has a row of a head.
 namespace parka::cuda {
 namespace {
 

@@ -9,10 +9,15 @@
 #include "kernels/cuda/ptx/mma.cuh"
 #include "kernels/cuda/quantize/fp8.cuh"
 
-// Building blocks of the tensor-core attention kernels. A tile is rows of D bf16 elements in shared memory, of
-// which D = kPaddedHeadDim are the heads' own columns, zeros behind them, and a part of a wider row. A warp
-// multiplies tiles into accumulators c[m][n][4], fp32 fragments of 16 x 8 in the layout of mma_m16n8k16: element e
-// of a lane's c[m][n] is at row 16 m + 8 (e / 2) + lane / 4, column 8 n + 2 (lane % 4) + e % 2.
+// Building blocks of the tensor-core attention kernels, and their letters:
+//
+//   B, S, H, Hkv, D   sequences, positions of each, heads of queries, heads of keys and values, elements of a head
+//   qkv               [B S, (H + 2 Hkv) D]: queries, keys and values of a row side by side; out is [B S, H D]
+//   lse, delta        [B, H, S]: a row's log-sum-exp of scores, and d_out . out
+//   tile              rows of a head in shared memory, D columns wide; with D = kPaddedHeadDim the head's own,
+//                     zeros behind them, and a part of a wider row
+//   c[m][n][4]        what a lane has of a warp's product: fp32 fragments of 16 x 8, as mma_m16n8k16 has them.
+//                     Element e of c[m][n] is at row 16 m + 8 (e / 2) + lane / 4, column 8 n + 2 (lane % 4) + e % 2
 namespace parka::cuda {
 
 constexpr float kLog2E = 1.44269504088896341f;  // log2(e)

@@ -2,6 +2,8 @@
 
 #include "kernels/cuda/launch.cuh"
 
+// Moves heads between rows that have all of them and parts that have some. A part is a rank's share of the heads of
+// queries, keys and values; a block copies one row of a part, a thread kUnits accesses at a time.
 namespace parka::cuda {
 namespace {
 

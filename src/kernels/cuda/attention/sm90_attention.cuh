@@ -10,6 +10,8 @@
 // multiprocessor takes tiles of 128 rows, the next one whenever it is done. A block has a producer warpgroup, which
 // copies tiles to shared memory, and two consumer warpgroups. Each consumer owns 64 rows of the tile and iterates
 // over the other tiles.
+//
+// wgmma leaves each warp 16 of those rows: accumulators are c[1][n][4] of attention_tiles.cuh, with one m.
 namespace parka::cuda::sm90 {
 
 constexpr int kWarpgroup = 128;  // threads

@@ -4,6 +4,7 @@
 
 #include "kernels/cuda/launch.cuh"
 
+// A hash of a tensor's bits as the sum of mixed 64-bit words, each with its place, so threads may take any.
 namespace parka::cuda {
 namespace {
 

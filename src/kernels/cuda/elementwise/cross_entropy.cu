@@ -9,6 +9,8 @@
 #include "kernels/cuda/ptx/mma.cuh"
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 
+// Shapes: T rows (tokens), V columns (the vocabulary). A thread has packs of 16 bytes of a row, a block's.
+//
 // A row of logits is read from memory once, with a running maximum and sum (online softmax), and stays in shared
 // memory until its gradient is written. A block processes row after row. While it writes the gradient of one, each
 // thread copies packs of the next row to the places that it has just read, so that memory is always busy. A row

@@ -3,6 +3,7 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/op/workspace.h"
 
+// What side networks need: mixing two tensors of N elements, (1 - w) x + w y, and pooling columns of rows.
 namespace parka::cuda {
 namespace {
 

@@ -2,6 +2,7 @@
 
 #include "kernels/cuda/launch.cuh"
 
+// What towers need: patches of images [images, channels, height, width] as rows, positions, and space to channel.
 namespace parka::cuda {
 namespace {
 

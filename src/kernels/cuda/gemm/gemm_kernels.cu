@@ -5,6 +5,8 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/quantize/fp8.cuh"
 
+// What goes beside cuBLASLt: a [M, K] times b [N, K] for GPUs without FP8 units, a thread for each of M N elements;
+// layouts of scales; and operands to time products with.
 namespace parka::cuda {
 namespace {
 

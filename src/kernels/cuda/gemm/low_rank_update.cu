@@ -6,6 +6,8 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/cuda/ptx/mma.cuh"
 
+// out [M, N] += factor * a [M, K] b [N, K]^T for small K, its terms.
+//
 // A block keeps a tile of b, all its terms, in shared memory, and goes down the rows of `out`. A warp takes
 // kStripRows rows at a time: their terms of a come straight into registers, then kSpanCols columns of `out` after
 // another are loaded, summed up and stored.

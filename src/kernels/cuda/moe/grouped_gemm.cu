@@ -4,6 +4,8 @@
 #include "kernels/cuda/moe/experts.cuh"
 #include "kernels/cuda/quantize/fp8.cuh"
 
+// out[r] = a[r] times the matrix of r's expert, or sums over an expert's rows. Operands have rows and a depth,
+// which is summed over; sm90_grouped_gemm.cu has the kernels that training uses.
 namespace parka::cuda {
 namespace {
 

@@ -1,6 +1,7 @@
 #include "kernels/cuda/launch.cuh"
 #include "kernels/ops/moe/router_bias.h"
 
+// E experts: one block moves the bias of each towards the mean load.
 namespace parka::cuda {
 namespace {
 

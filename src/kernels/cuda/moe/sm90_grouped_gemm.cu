@@ -7,6 +7,8 @@
 #include "kernels/cuda/ptx/mma.cuh"
 #include "kernels/ops/moe/routing.h"
 
+// Products of each expert's rows a [R, K] with its matrix b [N, K], and weight gradients, which sum over its rows.
+//
 // Kernels are built as sm90_float8_tiles.cuh describes: persistent clusters of two blocks, each with a producer,
 // three warps of finishers and two consumer warpgroups. Tiles are found on the device, from the rows in use. Both
 // blocks of a cluster go through the same tiles and steps, so that either may copy to both.

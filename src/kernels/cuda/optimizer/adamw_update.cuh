@@ -7,7 +7,7 @@
 //
 //   m += (1 - beta1) (g - m)                     first moment,  exp_avg
 //   v += (1 - beta2) (g^2 - v)                   second moment, exp_avg_sq
-//   w -= lr (m / bias1 / (sqrt(v / bias2) + eps) + weight_decay w)
+//   w -= lr (m / bias1 / (sqrt(v / bias2) + eps) + weight_decay w)        update_weight() of step_kernels.cuh
 //
 // A lane has a part of each tensor in registers, as floats g[e], m[e], v[e], w[e] (lanes.cuh); moments.cuh says how
 // m and v are stored in FP8. There are two kernels, which give equal bits:

@@ -10,12 +10,10 @@
 //
 //   group       128 neighbours, which share the scale of an FP8 moment. A warp takes one group, or several.
 //   x_N         points to the first element that a lane has: move() goes there, and on by multiples of 128
-//   part        the lane's kCount elements, in packs of kElements neighbours. The kLanes lanes of a group have
-//   their
-//               packs side by side, so that a warp moves whole sectors: | lane 0 | lane 1 | .. | lane 0 | lane 1 |
-//               ..
+//   part        a lane's kCount elements, in packs of kElements neighbours. The kLanes lanes of a group have
+//               packs side by side, so that a warp moves whole sectors: lane 0, lane 1, .. lane 0, lane 1, ..
 //   x[e]        the number e of a part, e < kCount, pack by pack
-//   Stored<T>   a part as it is in memory; floats are made of it late, so that many loads are under way at once
+//   StoredPart  a part as it is in memory; floats are made of it late, so that many loads are under way at once
 namespace parka::cuda {
 
 template <int kPacks_, int kElements_, int kWarps>

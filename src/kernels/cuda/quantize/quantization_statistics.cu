@@ -7,6 +7,7 @@
 #include "kernels/cuda/quantize/matrix_source.cuh"
 #include "kernels/op/workspace.h"
 
+// Totals of a matrix beside its quantized copy, for telemetry: blocks leave theirs, and one kernel adds them up.
 namespace parka::cuda {
 namespace {
 

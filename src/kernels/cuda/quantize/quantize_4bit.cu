@@ -5,6 +5,8 @@
 
 #include "kernels/cuda/launch.cuh"
 
+// 4-bit codes of N elements in blocks that share a scale, and their decoding. A lane has 8 elements of 256 that a
+// warp takes at once; the first of two elements is a byte's upper half.
 namespace parka::cuda {
 namespace {
 
