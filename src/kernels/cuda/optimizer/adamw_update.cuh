@@ -167,16 +167,8 @@ __device__ void find_unchanged_amax(const T* weight_N, int count, float* weight_
 //
 // A warp loads its next elements while it encodes; asynchronous copies all the time are slower. Dynamic scheduling
 // matters: with equal shares for all warps, some multiprocessors wait for others during 8 % of the time. After
-// memory, instructions are the limit, more so at the lower clock in a step. On sm_90, with a split master and a
-// bf16 gradient, one element took 71 instructions before dynamic scheduling:
-//   4  loads, stores and their addresses           10  decoding two moments
-//   2  gradient: to fp32, scaled                    7  new moments
-//   5  extremes of a group, a third in shuffles    14  direction: exact root and quotient
-//   4  new weight                                   4  weight joined and split
-//  15  encoding two moments                         4  exponents and constants of two groups
-//   1  largest weight
-// and about one more for codes in doubt. Of a scheduler's 71 cycles for 32 elements, MUFU is busy for 53 and the
-// integer units for 43. Registers are used up: a few more live values spill.
+// memory, instructions are the limit: docs/kernels/adamw.md counts them. Registers are used up: a few more live
+// values spill.
 template <typename Shape, typename Tensors>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     adamw_fp8_kernel(const __grid_constant__ Tensors tensors, const float* grad_scale, float* weight_amax,
