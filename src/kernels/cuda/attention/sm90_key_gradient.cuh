@@ -3,7 +3,8 @@
 
 #include "kernels/cuda/attention/sm90_score_gradients.cuh"
 
-// The parts of the kernel that sums up d_k and d_v of tiles of keys over all queries.
+// The parts of the kernel that sums up d_k and d_v of tiles of keys over all queries. A warp has 16 keys: d_k and
+// d_v are [1][D / 8][4], and scores p and their gradients d_s, a column for each query, [1][kQueries / 8][4].
 namespace parka::cuda::sm90 {
 
 // Offsets into shared memory of the kernel of d_k and d_v: the block's keys and values, results on their way out,

@@ -4,7 +4,7 @@
 #include "kernels/cuda/attention/sm90_score_gradients.cuh"
 
 // The parts of the kernels that sum up d_q of tiles of queries over all keys: one computes score gradients, the
-// other reads those that were kept.
+// other reads those that were kept. A warp has 16 queries: d_q is [1][D / 8][4], scores have a column for each key.
 namespace parka::cuda::sm90 {
 
 // The kernel of d_q has its block's queries and d_out, results on their way out, and places for keys and values.
