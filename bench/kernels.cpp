@@ -235,6 +235,12 @@ void bench_optimizer(Bench& bench, const ModelShape& m) {
   bench.time(
       m.name, "add", [&](Tensors& t) { return Add{.x = t.bf16({N}), .total = t.bf16({N})}; }, add);
   bench.time(
+      m.name, "add_columns",
+      [&](Tensors& t) {
+        return AddColumns{.x = t.bf16({m.T, m.f}), .y = t.bf16({m.T, m.f}), .accumulate = true};
+      },
+      add_columns);
+  bench.time(
       m.name, "sum_of_squares",
       [&](Tensors& t) {
         return SumOfSquares{{t.bf16({N})}, t.fp32({1}), t.fp32({1})};

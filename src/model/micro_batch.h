@@ -58,7 +58,7 @@ struct ExpertUse {
   double idle = kNone;     // share of experts without a slot
   double entropy = kNone;  // of the experts' shares of slots, 1 where all are equal
   double balance_loss = kNone, z_loss = kNone;
-  double rank_load = kNone;  // slots of the busiest rank, over their mean: 1 where none divide the experts
+  double rank_load = kNone;        // slots of the busiest rank, over their mean: 1 where none divide the experts
   std::vector<double> loads = {};  // slots of each expert, over their mean
 
   static constexpr double kNone = std::numeric_limits<double>::quiet_NaN();

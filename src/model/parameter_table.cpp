@@ -230,31 +230,38 @@ std::vector<int> ParameterTable::trained() const {
 }
 
 void ParameterList::add_matrices(const std::string& prefix, const std::string& layer, int64_t cols,
-                                 std::initializer_list<Part> parts) {
-  if (parts.size() > 1) {
+                                 std::initializer_list<Part> parts, const MoeConfig& moe) {
+  if (parts.size() > 1 || moe.exists()) {
     PARKA_REQUIRE(all_.back().name == layer);
     for (const Part& part : parts) all_.back().fused_rows.push_back(part.rows);
+    stack(moe, std::vector(all_.back().fused_rows));
   }
+  const int64_t experts = std::max<int64_t>(moe.num_experts, 1);
   int64_t first_row = 0;
   for (const Part& part : parts) {
     if (lora_.rank > 0 && std::ranges::count(lora_.targets, part.target) > 0) {
       const std::string name = prefix + part.target;
       const int index = static_cast<int>(all_.size());
       adapters_.push_back({layer, first_row, part.rows, index, index + 1});
-      add(name + ".lora_A", lora_.rank, cols, ParameterRole::kAdapterIn,
+      add(name + ".lora_A", experts * lora_.rank, cols, ParameterRole::kAdapterIn,
           /*decayed=*/true, 0.0);
-      add(name + ".lora_B", part.rows, lora_.rank, ParameterRole::kAdapterOut,
+      stack(moe, {lora_.rank});
+      add(name + ".lora_B", experts * part.rows, lora_.rank, ParameterRole::kAdapterOut,
           /*decayed=*/true, 0.0);
+      stack(moe, {part.rows});
     }
     first_row += part.rows;
   }
 }
 
-void ParameterList::stack(const MoeConfig& moe, std::initializer_list<int64_t> rows_of_parts) {
-  all_.back().num_stacked = moe.num_experts;
-  all_.back().num_active = moe.experts_per_token;
+void ParameterList::stack(const MoeConfig& moe, const std::vector<int64_t>& rows) {
+  if (!moe.exists()) return;
+  ParameterInfo& weight = all_.back();
+  weight.num_stacked = moe.num_experts;
+  weight.num_active = moe.experts_per_token;
+  weight.fused_rows.clear();
   for (int64_t e = 0; e < moe.num_experts; ++e) {
-    all_.back().fused_rows.insert(all_.back().fused_rows.end(), rows_of_parts);
+    weight.fused_rows.insert(weight.fused_rows.end(), rows.begin(), rows.end());
   }
 }
 

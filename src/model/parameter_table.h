@@ -20,8 +20,9 @@ std::string block_prefix(std::string_view stack, int64_t l);
 
 // An adapter of a linear layer: two parameters, by their indices.
 struct LoraAdapter {
-  std::string layer;                // name of the layer's weight
-  int64_t first_row = 0, rows = 0;  // of that weight
+  std::string layer;  // name of the layer's weight
+  int64_t first_row = 0,
+          rows = 0;  // of that weight; of the first expert's, where A and B of all are stacked as it is
   int in = -1, out = -1;
 };
 
@@ -84,15 +85,13 @@ class ParameterList {
   void add(std::string name, int64_t rows, int64_t cols, ParameterRole role, bool decayed, double initial_std);
   // Says of which matrices a weight consists, which was added last if they are several, and adds the adapters of
   // those that are targets. `prefix` is that of the names of the block's parameters, `layer` and `cols` are those
-  // of the weight.
+  // of the weight. With `moe` it is that of the experts of a block, each of these parts.
   struct Part {
     const char* target;  // transformers' name
     int64_t rows;        // after those of the parts before
   };
   void add_matrices(const std::string& prefix, const std::string& layer, int64_t cols,
-                    std::initializer_list<Part> parts);
-  // Says that the weight which was added last is of the experts of a block, each a matrix of these parts.
-  void stack(const MoeConfig& moe, std::initializer_list<int64_t> rows_of_parts);
+                    std::initializer_list<Part> parts, const MoeConfig& moe = {});
   // Parameters that are added from here on belong to the next unit.
   void begin_unit() { ++unit_; }
   // For a weight whose `fan_in` inputs are summed into the residual stream after `depth` branches; 0: elsewhere.
@@ -102,6 +101,9 @@ class ParameterList {
   std::vector<LoraAdapter> take_adapters() { return std::move(adapters_); }
 
  private:
+  // Says that the weight which was added last is of experts, if there are any, each with matrices of these rows.
+  void stack(const MoeConfig& moe, const std::vector<int64_t>& rows);
+
   const ModelConfig& model_;
   const LoraRules& lora_;
   std::vector<ParameterInfo> all_;

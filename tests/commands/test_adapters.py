@@ -146,11 +146,14 @@ class Adapters(RunFolder):
 
     def test_adapters_beside_experts(self):
         attention = ["q_proj", "k_proj", "v_proj", "o_proj"]
+        feed_forward = ["gate_proj", "up_proj", "down_proj"]
+        of_experts = [f"experts.{expert}.{layer}" for expert in range(11) for layer in feed_forward]
         for family, method, targets in (("qwen3_moe_gqa", "qlora", attention), ("olmoe_mha", "lora", attention),
-                                        ("dots1_groups", "lora", attention + ["gate_proj", "up_proj", "down_proj"])):
-            with self.subTest(family=family):
+                                        ("olmoe_mha", "lora", attention + of_experts), ("dots1_groups", "lora", attention + feed_forward),
+                                        ("mixtral_gqa", "lora", ["v_proj"] + [f"experts.{e}.{w}" for e in range(4) for w in ("w1", "w2", "w3")])):
+            with self.subTest(family=family, targets=len(targets)):
                 fixture = os.path.join(os.path.dirname(FIXTURE), family)
-                model, run, out = (self.path(f"{family}_{name}") for name in ("model", "run", "out"))
+                model, run, out = (self.path(f"{family}_{len(targets)}_{name}") for name in ("model", "run", "out"))
                 self.run_ok("import", fixture, "--finetune", method, "--out", model)
                 with open(os.path.join(fixture, "config.json"), encoding="utf-8") as file:
                     vocab = json.load(file)["vocab_size"]
@@ -161,24 +164,29 @@ class Adapters(RunFolder):
                             "optimizer.gradient": "fp32", "optimizer.master": "none", "optimizer.lr": 1e-2,
                             "optimizer.schedule.warmup_steps": 0, "training.global_batch_size": 4, "training.micro_batch_size": 2,
                             "training.eval_interval": 0}
+                adapts_experts = any(target.startswith("experts.") for target in targets)
+                if adapts_experts:
+                    plain = [target for target in targets if not target.startswith("experts.")]
+                    settings["finetune.targets"] = json.dumps(plain + [f"experts.{layer}" for layer in feed_forward])
                 train = ["train", os.path.join(model, "config.json"), *(f"--set={key}={value}" for key, value in settings.items())]
                 self.run_ok(*train, "--set=training.steps=2")
                 self.assertIn("resuming from", self.run_ok(*train, "--set=training.steps=4"))
                 self.run_ok("export", run, "--out", out, "--dtype", "fp32")
                 self.run_ok("export", run, "--out", out + "_adapter", "--adapter")
                 with open(os.path.join(out + "_adapter", "adapter_config.json"), encoding="utf-8") as file:
-                    self.assertEqual(json.load(file)["target_modules"], targets)
+                    self.assertEqual(sorted(json.load(file)["target_modules"]), sorted(targets))
                 adapter = load_file(os.path.join(out + "_adapter", "adapter_model.safetensors"))
-                self.assertFalse([name for name in adapter if ".experts." in name or ".mlp.gate." in name])
+                self.assertFalse([name for name in adapter if ".mlp.gate." in name])
+                self.assertEqual(any(".experts." in name for name in adapter), adapts_experts)
                 self.run_ok("export", model, "--out", out + "_base", "--dtype", "fp32")
                 merged, base = (load_file(os.path.join(folder, "model.safetensors")) for folder in (out, out + "_base"))
                 self.assertEqual(merged.keys(), base.keys())
                 for name, weight in merged.items():
                     factor, want = "base_model.model." + name.removesuffix("weight"), base[name].astype(np.float64)
                     decoded = weight.astype(np.float64)
-                    if any(name.endswith(f".{target}.weight") for target in targets) and ".experts." not in name:
+                    if any(name.endswith(f".{target}.weight") for target in targets) and (adapts_experts or ".experts." not in name):
                         decoded = decoded - 2 * adapter.pop(factor + "lora_B.weight") @ adapter.pop(factor + "lora_A.weight").astype(np.float64)
-                        self.assertGreater(np.abs(decoded - weight).max(), 0)
+                        self.assertTrue(".experts." in name or np.abs(decoded - weight).max() > 0)
                     if method == "qlora" and ".experts." in name:
                         self.assert_nf4(decoded, want)
                     elif method == "lora" or "proj" not in name:

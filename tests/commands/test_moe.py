@@ -355,8 +355,8 @@ class Moe(RunFolder):
                 self.assertEqual(*losses)
 
     def with_adapters(self, name, start, base, recipe="parka", **sections):
-        config = self.config(name, recipe, DEEPSEEK, finetune={"method": "lora", "rank": 4, "targets": ["q_proj", "v_proj", "down_proj"],
-                                                               "base": base}, **sections)
+        targets = ["q_proj", "v_proj", "down_proj"] + (["experts.gate_proj", "experts.down_proj"] if recipe in ("fp32", "bf16") else [])
+        config = self.config(name, recipe, DEEPSEEK, finetune={"method": "lora", "rank": 4, "targets": targets, "base": base}, **sections)
         config["training"].update(router_bias_rate=0)
         config["checkpoint"].update(init_from=start["checkpoint"]["folder"], interval=3)
         return config
@@ -365,17 +365,17 @@ class Moe(RunFolder):
         """Of a stopped run, with the same bits; the router is frozen with the rest, and what saves memory changes nothing."""
         start = self.config("start", moe=DEEPSEEK)
         self.run_ok(start)
-        for base in ("compute", "fp8", "nf4"):
-            with self.subTest(base=base):
+        for recipe, base in (("parka", "compute"), ("parka", "fp8"), ("parka", "nf4"), ("bf16", "nf4")):
+            with self.subTest(recipe=recipe, base=base):
                 runs = []
                 for name, sections in (("straight", {}), ("stopped", {}), ("recomputed", {"precision": {"recompute": "block"}}),
                                        ("offloaded", {"precision": {"offload_blocks": 1}, "optimizer": {"offload": True}})):
-                    config = self.with_adapters(f"{base}-{name}", start, base, **sections)
+                    config = self.with_adapters(f"{recipe}-{base}-{name}", start, base, recipe, **sections)
                     for steps in (3, STEPS) if name == "stopped" else (STEPS,):
                         config["training"]["steps"] = steps
                         self.run_ok(config)
                     self.assertTrue(self.tensors(config, ".lora_A"))
-                    self.assertFalse({name for name in self.tensors(config, "") if "router" in name or "experts" in name})
+                    self.assertFalse({name for name in self.tensors(config, "") if "lora" not in name})
                     runs.append((self.losses(config), self.bits(config)))
                 for run in runs[1:]:
                     self.assertEqual(run, runs[0])
@@ -476,6 +476,11 @@ class Moe(RunFolder):
                               ("precision.offload_weights", {"precision": {"offload_weights": True}, "optimizer": {"offload": True}}),
                               ("training.balance_form", {"training": {"balance_loss": 0, "balance_form": "pooled"}}),
                               ("finetune.targets", {"finetune": {"method": "lora"}}),
+                              ("finetune.targets", {"finetune": {"method": "lora", "targets": ["experts.up_proj"]}}),
+                              ("finetune.dropout", {"finetune": {"method": "lora", "targets": ["experts.up_proj"], "dropout": 0.1},
+                                                    "precision": {"recipe": "bf16"}}),
+                              ("training.balance_loss", {"finetune": {"method": "qst"}}),
+                              ("finetune.method", {"finetune": {"method": "lora", "targets": ["q_proj"]}, "distributed": {"expert_parallel": 2}}),
                               ("training.router_bias_rate",
                                {"model": {"moe": DEEPSEEK}, "finetune": {"method": "lora"}, "training": {"router_bias_rate": 0.01}}),
                               ("training.balance_loss", {"model": {"moe": {}}})):

@@ -21,11 +21,11 @@ class SideNetworks(RunFolder):
         self.assertEqual(result.returncode, 0, result.stderr)
         return result.stdout + result.stderr
 
-    def start(self, **changes):
+    def start(self, fixture=FIXTURE, **changes):
         """Imports the model; the command that trains beside it."""
         model = os.path.join(self.folder, "model")
-        self.run_ok("import", FIXTURE, "--out", model)
-        with open(os.path.join(FIXTURE, "config.json"), encoding="utf-8") as file:
+        self.run_ok("import", fixture, "--finetune", "qst", "--out", model)
+        with open(os.path.join(fixture, "config.json"), encoding="utf-8") as file:
             vocab = json.load(file)["vocab_size"]
         write_tokens(f"{self.folder}/tokens.npy", 2000, 5, vocab)
         tokens = json.dumps([f"{self.folder}/tokens.npy"])
@@ -40,6 +40,18 @@ class SideNetworks(RunFolder):
     def sample(self, *arguments):
         return self.run_ok("generate", f"{self.folder}/run", "--prompt-tokens", "1,2,3", "--tokens", "12", "--temperature", "0",
                            "--set", "device.kind=cpu", *arguments)
+
+    def test_a_side_network_beside_experts(self):
+        """Of six experts with a width of 12 a token goes through two."""
+        train = self.start(os.path.join(os.path.dirname(FIXTURE), "qwen3_moe_gqa"))
+        self.run_ok(*train, "--set=training.steps=2")
+        self.assertIn("resuming from", self.run_ok(*train, "--set=training.steps=4"))
+        self.run_ok("eval", self.path("run"), "--set", "device.kind=cpu")
+        self.sample()
+        self.run_ok("export", self.path("run"), "--out", self.path("out"), "--adapter")
+        weights = load_file(self.path("out/side_network.safetensors"))
+        self.assertEqual(weights["side.blocks.0.up_gate"].shape, (2 * 16, 16))  # 2 * 12 / 4, and 32 / 4, rounded up to 16
+        self.assertFalse([name for name in weights if "router" in name])
 
     def test_side_network_of_an_imported_model(self):
         train, out = self.start(), os.path.join(self.folder, "out")

@@ -24,6 +24,9 @@ Config with_adapters(Config config, BaseFormat base) {
   config.finetune.base = base;
   config.finetune.rank = 4;
   config.finetune.alpha = 8;
+  if (config.model.moe.exists() && config.precision.gemm == GemmPrecision::kCompute) {
+    config.finetune.targets.insert(config.finetune.targets.end(), {"experts.up_proj", "experts.down_proj"});
+  }
   validate(config);
   return config;
 }

@@ -339,9 +339,8 @@ TEST_CASE("settings of adapters without meaning are refused by name", "[engine][
   CHECK(refused([](Config&) {}).empty());
   CHECK(refused([](Config& c) {
           c.finetune.targets = {"q_proj", "query"};
-        }) ==
-        "finetune.targets holds \"query\"; wanted some of q_proj, k_proj, v_proj, o_proj, gate_proj, up_proj, "
-        "down_proj");
+        }).starts_with("finetune.targets holds \"query\""));
+  CHECK(refused([](Config& c) { c.finetune.targets = {"experts.up_proj"}; }).starts_with("finetune.targets"));
   CHECK(refused([](Config& c) { c.finetune.targets.clear(); }).starts_with("finetune.targets"));
   CHECK(refused([](Config& c) { c.optimizer.frozen = {"head"}; }).starts_with("optimizer.frozen"));
   CHECK(config.finetune.lora_rules().scale == 2);

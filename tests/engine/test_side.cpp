@@ -30,6 +30,11 @@ Config with_side(Config config, Downsampling downsample = Downsampling::kAdapter
   return config;
 }
 
+Config with_experts(Config config) {
+  config.model.moe = {.num_experts = 5, .experts_per_token = 2, .normalize_weights = true};
+  return config;
+}
+
 bool is_of_side_name(const std::string& name) { return name.starts_with(kSide); }
 
 constexpr Downsampling kDownsamplings[] = {Downsampling::kLinear, Downsampling::kLora, Downsampling::kAdapter,
@@ -81,6 +86,33 @@ TEST_CASE("side networks are the same at every ZeRO stage, and with released gra
         return with_side(base_config(folder, recipe, stage, 2), downsample, base);
       });
     }
+  }
+}
+
+TEST_CASE("side networks beside experts begin at their base, and are the same at every ZeRO stage",
+          "[engine][side][moe]") {
+  for (const auto& [recipe, base] :
+       {std::pair("fp32", BaseFormat::kCompute), {"parka", BaseFormat::kFp8}, {"bf16", BaseFormat::kNf4}}) {
+    CAPTURE(recipe);
+    const TemporaryFolder folder;
+    const Config plain = with_experts(base_config(folder, recipe));
+    const LoadedCheckpoint checkpoint = make_base(plain);
+    const auto device = make_cpu_device();
+    TrainingRun run(with_side(plain, Downsampling::kAdapter, base), *device, alone());
+    run.initialize_from(checkpoint);
+    if (base == BaseFormat::kCompute) {
+      TrainingRun whole(plain, *device, alone());
+      whole.restore(checkpoint);
+      CHECK(run.evaluate(run.data()).loss == whole.evaluate(whole.data()).loss);
+    }
+    const TensorBytes before = bytes_of(run);
+    const double first = run.evaluate(run.data()).loss;
+    for (int i = 0; i < 8 * kSteps; ++i) CHECK(run.step()->applied);
+    for (const auto& [name, bytes] : bytes_of(run)) CHECK((before.at(name) != bytes) == is_of_side_name(name));
+    CHECK(run.evaluate(run.data()).loss < 0.99 * first);
+    check_same_at_every_stage(checkpoint, base == BaseFormat::kCompute ? 3 : 2, [&](int64_t stage) {
+      return with_side(with_experts(base_config(folder, recipe, stage, 2)), Downsampling::kAdapter, base);
+    });
   }
 }
 
@@ -155,9 +187,11 @@ TEST_CASE("side networks learn on packed documents, masks and windows as the mod
 
 TEST_CASE("the plan has gradients, masters and states of the side network alone", "[engine][side]") {
   const TemporaryFolder folder;
-  for (const BaseFormat base : {BaseFormat::kCompute, BaseFormat::kNf4}) {
-    const DeclaredRun run(with_side(base_config(folder, "bf16"), Downsampling::kAdapter, base), DeviceKind::kCpu,
-                          {});
+  for (const auto& [base, experts] :
+       {std::pair(BaseFormat::kCompute, false), {BaseFormat::kNf4, false}, {BaseFormat::kNf4, true}}) {
+    const Config plain = base_config(folder, "bf16");
+    const DeclaredRun run(with_side(experts ? with_experts(plain) : plain, Downsampling::kAdapter, base),
+                          DeviceKind::kCpu, {});
     int64_t num_of_side = 0, num_gradients = 0;
     for (const ParameterInfo& p : run.model.parameters().all) num_of_side += p.trainable;
     for (const MemoryPlan::Entry& entry : run.plan.entries()) {

@@ -78,6 +78,52 @@ TEST_CASE("add shows a NaN or an infinity, and adds nothing for no elements", "[
   }
 }
 
+TEST_CASE("add_columns scales and adds columns of wider matrices, and leaves the others", "[kernels][add]") {
+  constexpr float kFactor = 1.625f;
+  for (Device* device : devices()) {
+    for (const DType dtype : {DType::kF32, DType::kBF16}) {
+      struct Case {
+        int64_t R, N, x_padding, y_padding;
+      };
+      for (const Case& c :
+           {Case{1, 1, 0, 0}, Case{7, 300, 0, 0}, Case{128, 16, 5, 0}, Case{33, 257, 0, 9}, Case{5, 8, 8, 24}}) {
+        const int64_t R = c.R, N = c.N, x_padding = c.x_padding, y_padding = c.y_padding;
+        for (const bool accumulate : {false, true}) {
+          CAPTURE(device->name(), name_of(dtype), R, N, x_padding, y_padding, accumulate);
+          const int64_t x_width = N + x_padding, y_width = N + y_padding;
+          const std::vector<float> values = random_values(dtype, R * x_width, 5),
+                                   before = random_values(dtype, R * y_width, 6, 30.0f);
+          const TestTensor x(*device, dtype, {R * x_width}, values), y(*device, dtype, {R * y_width}, before);
+          const auto columns = [&](const TestTensor& t) { return TensorView(t.view().data, dtype, {R, N}); };
+          add_columns(*device, {.x = columns(x),
+                                .y = columns(y),
+                                .factor = kFactor,
+                                .accumulate = accumulate,
+                                .x_padding = x_padding,
+                                .y_padding = y_padding});
+          std::vector<float> want = before;
+          for (int64_t i = 0; i < R * N; ++i) {
+            float& one = want[static_cast<size_t>(i / N * y_width + i % N)];
+            const float scaled = kFactor * values[static_cast<size_t>(i / N * x_width + i % N)];
+            one = rounded(dtype, accumulate ? one + scaled : scaled);
+          }
+          CHECK((y.host() == want && y.guard_intact() && x.guard_intact()));
+        }
+      }
+    }
+  }
+  Device& device = cpu_device();
+  const TestTensor x(device, DType::kF32, {2, 3}), half(device, DType::kBF16, {2, 3}),
+      other(device, DType::kF32, {3, 2});
+  const auto message = [&](const TensorView& from, const TensorView& to) {
+    return internal_error([&] { add_columns(device, {.x = from, .y = to}); });
+  };
+  CHECK(contains(message(x, half), "add_columns: y"));
+  CHECK(contains(message(x, other), "add_columns: y"));
+  CHECK(cost_of(AddColumns{.x = x, .y = x}).bytes == 48);
+  CHECK(cost_of(AddColumns{.x = x, .y = x, .accumulate = true}).bytes == 72);
+}
+
 TEST_CASE("add gives the same bits on any number of threads", "[kernels][add]") {
   Device& device = cpu_device();
   const std::vector<float> x = random_bf16(70001, 5), before = random_bf16(70001, 6);

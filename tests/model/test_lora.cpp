@@ -60,8 +60,10 @@ TEST_CASE("fp32 loss and gradients of adapters equal torch's", "[model][lora]") 
 TEST_CASE("fp32 loss and gradients of adapters beside experts equal transformers'", "[model][lora][moe]") {
   for (const char* name : kMoeFixtures) {
     Fixture base = load_fixture(name), lora = base;
-    LoraRules rules = {3, 2.5, {"q_proj", "k_proj", "v_proj", "o_proj"}};
-    if (base.config.moe.shared_width > 0) rules.targets = kFixtureRules.targets;
+    LoraRules rules = {3, 2.5, {"q_proj", "k_proj", "v_proj", "o_proj", "experts.up_proj", "experts.down_proj"}};
+    if (base.config.moe.shared_width > 0) {
+      rules.targets.insert(rules.targets.end(), {"gate_proj", "up_proj", "down_proj", "experts.gate_proj"});
+    }
     const ParameterTable table = make_parameter_table(base.config, false, {.lora = rules});
     for (const LoraAdapter& adapter : table.adapters) {
       const ParameterInfo &in = table.all[adapter.in], &out = table.all[adapter.out];
@@ -71,14 +73,16 @@ TEST_CASE("fp32 loss and gradients of adapters beside experts equal transformers
       const std::vector<float>& d_weight = lora.tensors.at("grad/" + adapter.layer);
       std::vector<float>& weight = base.tensors.at("weight/" + adapter.layer);
       std::vector<double> d_a(a.size()), d_b(b.size());
+      const int64_t stride = static_cast<int64_t>(weight.size()) / in.cols / in.num_stacked;  // rows of an expert
       for (int64_t row = 0; row < out.rows; ++row) {
+        const int64_t expert = row / adapter.rows, first_a = expert * rules.rank * in.cols;
         for (int64_t col = 0; col < in.cols; ++col) {
-          const int64_t at = (adapter.first_row + row) * in.cols + col;
+          const int64_t at = (expert * stride + adapter.first_row + row % adapter.rows) * in.cols + col;
           double sum = 0;
           for (int64_t r = 0; r < rules.rank; ++r) {
-            sum += double{b[row * rules.rank + r]} * a[r * in.cols + col];
-            d_a[r * in.cols + col] += rules.scale * d_weight[at] * b[row * rules.rank + r];
-            d_b[row * rules.rank + r] += rules.scale * d_weight[at] * a[r * in.cols + col];
+            sum += double{b[row * rules.rank + r]} * a[first_a + r * in.cols + col];
+            d_a[first_a + r * in.cols + col] += rules.scale * d_weight[at] * b[row * rules.rank + r];
+            d_b[row * rules.rank + r] += rules.scale * d_weight[at] * a[first_a + r * in.cols + col];
           }
           weight[at] = static_cast<float>(weight[at] - rules.scale * sum);
         }
@@ -87,12 +91,17 @@ TEST_CASE("fp32 loss and gradients of adapters beside experts equal transformers
       lora.tensors["grad/" + out.name] = {d_b.begin(), d_b.end()};
     }
     for (Device* device : devices()) {
-      CAPTURE(name, device->name());
-      const PrecisionConfig precision = precision_recipe(Recipe::kFp32);
-      AdaptedModel m(base.config, precision, base.shape, *device, rules);
-      m.load(base, &lora);
-      CHECK(std::abs(m.backward(lora) - base.tensors.at("loss")[0]) < 1e-5);
-      CHECK(worst_error(m, lora) < 1e-4);
+      for (const Recompute recompute : {Recompute::kNone, Recompute::kBlock}) {
+        CAPTURE(name, device->name(), name_of(recompute));
+        PrecisionConfig precision = precision_recipe(Recipe::kFp32);
+        precision.recompute = recompute;
+        AdaptedModel m(base.config, precision, base.shape, *device, rules);
+        m.load(base, &lora);
+        CHECK(std::abs(m.backward(lora) - base.tensors.at("loss")[0]) < 1e-5);
+        CHECK(worst_error(m, lora) < 1e-4);
+        m.backward(lora, Model::Accumulation::kContinue);
+        CHECK(worst_error(m, lora, 2) < 1e-4);
+      }
     }
   }
 }

@@ -96,36 +96,35 @@ void CheckpointWeights::read(const ParameterInfo& parameter, ElementRange range,
   });
 }
 
-// W + scale * B A, summed in double.
+// W + scale * B A, summed in double; of each expert its own.
 void CheckpointWeights::add_adapters(const ParameterInfo& parameter, int64_t first_element, WeightForm form,
                                      std::vector<float>& values) const {
   const int64_t cols = parameter.cols, end = first_element + static_cast<int64_t>(values.size());
   for (const CheckpointAdapters::Adapter& adapter : adapters_.all) {
-    const int64_t last_row = adapter.first_row + adapter.out.rows;
-    if (adapter.layer != parameter.name || end <= adapter.first_row * cols || first_element >= last_row * cols)
-      continue;
-    const std::vector<float> a = read_whole(adapter.in, form), b = read_whole(adapter.out, form);
-    const int64_t rank = adapter.in.rows;
-    parallel_for(std::min(end, last_row * cols) - std::max(first_element, adapter.first_row * cols), 1 << 14,
-                 [&](int64_t begin, int64_t stop) {
-                   const int64_t first = std::max(first_element, adapter.first_row * cols);
-                   for (int64_t i = first + begin; i < first + stop; ++i) {
-                     const int64_t row = i / cols - adapter.first_row, col = i % cols;
-                     double sum = 0;
-                     for (int64_t r = 0; r < rank; ++r) sum += double{b[row * rank + r]} * a[r * cols + col];
-                     float& value = values[static_cast<size_t>(i - first_element)];
-                     value = static_cast<float>(value + adapters_.scale * sum);
-                   }
-                 });
+    if (adapter.layer != parameter.name) continue;
+    const int64_t experts = adapter.in.num_stacked, rank = adapter.in.rows / experts,
+                  rows = adapter.out.rows / experts;
+    const int64_t stride = parameter.numel() / parameter.num_stacked;
+    for (int64_t e = first_element / stride; e < experts && e * stride < end; ++e) {
+      const int64_t origin = e * stride + adapter.first_row * cols, first = std::max(first_element, origin),
+                    last = std::min(end, origin + rows * cols);
+      if (first >= last) continue;
+      const auto read_own = [&](const ParameterInfo& factor) {
+        const int64_t size = factor.numel() / experts;
+        return read(factor, {e * size, (e + 1) * size}, form);
+      };
+      const std::vector<float> a = read_own(adapter.in), b = read_own(adapter.out);
+      parallel_for(last - first, 1 << 14, [&](int64_t begin, int64_t stop) {
+        for (int64_t i = first + begin; i < first + stop; ++i) {
+          const int64_t row = (i - origin) / cols, col = (i - origin) % cols;
+          double sum = 0;
+          for (int64_t r = 0; r < rank; ++r) sum += double{b[row * rank + r]} * a[r * cols + col];
+          float& value = values[static_cast<size_t>(i - first_element)];
+          value = static_cast<float>(value + adapters_.scale * sum);
+        }
+      });
+    }
   }
-}
-
-std::vector<float> CheckpointWeights::read_whole(const ParameterInfo& parameter, WeightForm form) const {
-  std::vector<float> all(static_cast<size_t>(parameter.numel()));
-  read_base(parameter, {0, parameter.numel()}, form, [&](int64_t first_element, std::span<const float> values) {
-    std::copy(values.begin(), values.end(), all.begin() + first_element);
-  });
-  return all;
 }
 
 const std::vector<float>& CheckpointWeights::read_coded(const ParameterInfo& parameter, int64_t expert) const {

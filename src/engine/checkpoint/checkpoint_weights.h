@@ -20,9 +20,9 @@ enum class WeightForm : uint8_t { kCompute, kMaster };
 // The adapters that the checkpoints of a config have, with their scale and the base that they were trained beside.
 struct CheckpointAdapters {
   struct Adapter {
-    std::string layer;  // name of the weight that they belong to
-    int64_t first_row;  // of it
-    ParameterInfo in, out;
+    std::string layer;      // name of the weight that they belong to
+    int64_t first_row;      // of it
+    ParameterInfo in, out;  // stacked, if the weight is of experts
   };
   std::vector<Adapter> all = {};
   double scale = 1;
@@ -68,7 +68,6 @@ class CheckpointWeights {
   const std::vector<float>& read_coded(const ParameterInfo& parameter, int64_t expert) const;
   void read_stored(const ParameterInfo& parameter, ElementRange range, WeightForm form,
                    const Callback& callback) const;
-  std::vector<float> read_whole(const ParameterInfo& parameter, WeightForm form) const;
   void add_adapters(const ParameterInfo& parameter, int64_t first_element, WeightForm form,
                     std::vector<float>& values) const;
 

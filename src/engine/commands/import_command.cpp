@@ -413,7 +413,8 @@ class Importer {
       if (finetune_ != "lora") config["finetune"]["base"] = "nf4";
       const MoeConfig& moe = model().moe;
       const bool has_experts_alone = moe.exists() && moe.dense_layers == 0 && moe.shared_width == 0;
-      if (has_experts_alone) config["finetune"]["targets"] = {"q_proj", "k_proj", "v_proj", "o_proj"};
+      if (has_experts_alone && finetune_ != "qst")
+        config["finetune"]["targets"] = {"q_proj", "k_proj", "v_proj", "o_proj"};
       config["optimizer"].update({{"lr", 2e-4}, {"weight_decay", 0.0}, {"gradient", "bf16"}});
     }
     if (has_tower()) config["optimizer"]["frozen"] = frozen();

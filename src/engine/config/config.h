@@ -165,6 +165,13 @@ enum class FinetuneMethod : uint8_t { kFull, kLora, kQst };
 // True if the method, with qst also its way to read h, uses this key of FinetuneConfig.
 bool is_used_by(FinetuneMethod method, Downsampling downsample, std::string_view key);
 
+// What finetune.targets may hold, by transformers' names: those of attention, of feed-forwards that every token
+// goes through, and of experts.
+inline constexpr const char* kAdapterTargets[] = {
+    "q_proj",          "k_proj",           "v_proj",    "o_proj",
+    "gate_proj",       "up_proj",          "down_proj", "experts.gate_proj",
+    "experts.up_proj", "experts.down_proj"};
+
 struct FinetuneConfig {
   FinetuneMethod method = FinetuneMethod::kFull;
   BaseFormat base = BaseFormat::kCompute;
@@ -206,10 +213,11 @@ struct FinetuneConfig {
     visit("dropout", dropout,
           "lora: probability with which each element of an adapter's input is left out in training, as in peft",
           RealRange{0.0, 1.0, true}, kHashed | kFixedOnResume | kStepTime);
-    visit("targets", targets,
-          "lora: linear layers with adapters, of q_proj, k_proj, v_proj, "
-          "o_proj, gate_proj, up_proj and down_proj",
-          kModelField);
+    visit(
+        "targets", targets,
+        "lora: linear layers with adapters, of q_proj, k_proj, v_proj, "
+        "o_proj, gate_proj, up_proj and down_proj, and of experts.gate_proj, experts.up_proj and experts.down_proj",
+        kModelField);
     visit("reduction", reduction,
           "qst: what the model's width and feed-forward width are divided by, for those of the side network",
           IntegerRange{1, 65536}, kModelField);

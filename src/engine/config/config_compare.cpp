@@ -40,7 +40,7 @@ void keep_used_keys(Config& c) {
   }
   // In one order: each layer has an adapter or none.
   if (given.method != FinetuneMethod::kLora) return;
-  c.finetune.targets = defaults.finetune.targets;
+  c.finetune.targets.assign(std::begin(kAdapterTargets), std::end(kAdapterTargets));
   std::erase_if(c.finetune.targets,
                 [&](const std::string& target) { return std::ranges::count(given.targets, target) == 0; });
 }

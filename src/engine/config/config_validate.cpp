@@ -115,9 +115,14 @@ void check_model(const Config& c) {
 void check_moe(const Config& c) {
   const MoeConfig& m = c.model.moe;
   const TrainingConfig& t = c.training;
+  const FinetuneConfig& f = c.finetune;
+  const bool lora = f.method == FinetuneMethod::kLora, qst = f.method == FinetuneMethod::kQst;
+  const bool adapts_experts =
+      lora && std::ranges::any_of(f.targets, [](const auto& target) { return target.starts_with("experts."); });
   if (!m.exists()) {
     check(c,
-          {{m != MoeConfig(), "model.moe.num_experts",
+          {{adapts_experts, "finetune.targets", "has layers of experts, and the model has none; remove them"},
+           {m != MoeConfig(), "model.moe.num_experts",
             "leaves the other keys of model.moe without meaning; set it, or remove them"},
            {t.balance_loss != 0, "training.balance_loss", "needs experts; set model.moe.num_experts, or 0 here"},
            {t.router_z_loss != 0, "training.router_z_loss", "needs experts; set model.moe.num_experts, or 0 here"},
@@ -132,8 +137,6 @@ void check_moe(const Config& c) {
                    c.distributed.expert_parallel);
   require_multiple("model.moe.num_experts", m.num_experts, "model.moe.groups", m.groups);
   const int64_t per_group = m.num_experts / m.groups;
-  const FinetuneConfig& f = c.finetune;
-  const bool lora = f.method == FinetuneMethod::kLora;
   const auto of_feed_forward = [](const std::string& target) {
     return target == "gate_proj" || target == "up_proj" || target == "down_proj";
   };
@@ -159,8 +162,8 @@ void check_moe(const Config& c) {
        {c.distributed.zero_stage == 3 && (m.dense_layers > 0 || m.correction_bias), "distributed.zero_stage",
         "does not go with model.moe.dense_layers or correction_bias yet; use 2 or less"},
        {c.precision.offload_weights, "precision.offload_weights", "does not go with model.moe yet; use false"},
-       {f.method == FinetuneMethod::kQst, "finetune.method", "does not go with model.moe yet; use full or lora"},
-       {is_divided && lora, "finetune.method", "does not go with distributed.expert_parallel yet; use full"},
+       {is_divided && (lora || qst), "finetune.method",
+        "does not go with distributed.expert_parallel yet; use full"},
        {is_divided && !c.evaluation.tasks.empty(), "evaluation.tasks",
         "does not go with distributed.expert_parallel; evaluate tasks with `parka eval`, which has all experts"},
        {is_divided &&
@@ -171,10 +174,18 @@ void check_moe(const Config& c) {
         "moves nothing without model.moe.correction_bias; set that, or 0 here"},
        {t.router_bias_rate != 0 && c.optimizer.release_gradients, "training.router_bias_rate",
         "does not go with optimizer.release_gradients; use false there, or 0 here"},
-       {t.router_bias_rate != 0 && lora, "training.router_bias_rate",
-        "does not go with finetune.method = lora, which saves adapters alone; use 0"},
+       {t.router_bias_rate != 0 && (lora || qst), "training.router_bias_rate",
+        "does not go with this finetune.method, which saves what it adds alone; use 0"},
+       {qst && (t.balance_loss != 0 || t.router_z_loss != 0),
+        t.balance_loss != 0 ? "training.balance_loss" : "training.router_z_loss",
+        "has no gradient with finetune.method = qst; use 0"},
+       {adapts_experts && c.precision.gemm != GemmPrecision::kCompute, "finetune.targets",
+        "has layers of experts, whose adapters go with precision.gemm = compute alone; remove them, or use recipe bf16"},
+       {adapts_experts && f.dropout > 0, "finetune.dropout",
+        "does not go with layers of experts in finetune.targets yet; use 0"},
        {lora && m.dense_layers == 0 && m.shared_width == 0 && std::ranges::any_of(f.targets, of_feed_forward),
-        "finetune.targets", "does not go with model.moe yet; use q_proj, k_proj, v_proj, and o_proj alone"},
+        "finetune.targets",
+        "has feed-forwards, and those of the model are experts; name experts.gate_proj and so on, or attention alone"},
        {is_4bit(f.base) && c.model.d_model * c.model.d_ffn % kBlock4Bit != 0, "finetune.base",
         "needs matrices of experts of a multiple of 64 elements, model.d_model * model.d_ffn; use compute or fp8"},
        {t.balance_loss == 0 && t.balance_form != BalanceForm::kPerBlock, "training.balance_form",
@@ -416,9 +427,8 @@ void check_finetune(const Config& c) {
            "does not go with distributed.context_parallel; sample with `parka generate`, whose one rank has its sequences alone"},
       });
   for (const std::string& target : f.targets) {
-    const FinetuneConfig defaults;  // with all of them
-    if (!lora || std::ranges::count(defaults.targets, target) > 0) continue;
-    throw_bad_input("finetune.targets holds \"{}\"; wanted some of {}", target, fmt::join(defaults.targets, ", "));
+    if (!lora || std::ranges::count(kAdapterTargets, target) > 0) continue;
+    throw_bad_input("finetune.targets holds \"{}\"; wanted some of {}", target, fmt::join(kAdapterTargets, ", "));
   }
   // Ranks that share sequences divide their tokens, and in attention the heads.
   const auto require_shares = [&](std::string_view key, int64_t value) {

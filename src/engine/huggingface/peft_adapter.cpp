@@ -26,6 +26,9 @@
 namespace parka {
 namespace {
 
+// With what the names of experts' layers begin.
+constexpr std::string_view kExperts = "experts.";
+
 // peft wraps the model twice. The end of a weight's name in the model comes after the adapter's.
 std::string peft_name(std::string_view weight, const char* factor) {
   constexpr std::string_view kWeight = ".weight";
@@ -41,15 +44,33 @@ std::vector<HostTensor> read_factors(const LoadedCheckpoint& checkpoint, const s
   const CheckpointWeights reader(checkpoint, parameters);
   std::vector<HostTensor> tensors;
   tensors.reserve(factors.size());
-  for (const auto& [name, p] : factors) {
-    const std::vector<float> values = reader.read(p, {0, p.numel()}, WeightForm::kMaster);
-    tensors.push_back(float_tensor(name, {p.rows, p.cols}, values));
+  for (const PeftTensor& factor : factors) {
+    const int64_t first = factor.expert * factor.numel();
+    const std::vector<float> values =
+        reader.read(factor.parameter, {first, first + factor.numel()}, WeightForm::kMaster);
+    tensors.push_back(float_tensor(factor.name, {factor.rows(), factor.parameter.cols}, values));
   }
   std::ranges::sort(tensors, {}, &HostTensor::name);
   return tensors;
 }
 
-ordered_json peft_config(const FinetuneConfig& finetune, const std::optional<std::string>& base) {
+// "gate_proj", or all of "experts.0.gate_proj" and so on: peft looks for names that end like this.
+std::vector<std::string> peft_targets(const FinetuneConfig& finetune, const std::vector<PeftTensor>& factors) {
+  std::vector<std::string> targets;
+  std::ranges::copy_if(finetune.targets, std::back_inserter(targets),
+                       [](const std::string& target) { return !target.starts_with(kExperts); });
+  std::set<std::string> of_experts;
+  for (const PeftTensor& factor : factors) {
+    if (factor.parameter.num_stacked == 1) continue;
+    const size_t begin = factor.name.find(kExperts);
+    of_experts.insert(factor.name.substr(begin, factor.name.find(".lora_") - begin));
+  }
+  targets.insert(targets.end(), of_experts.begin(), of_experts.end());
+  return targets;
+}
+
+ordered_json peft_config(const FinetuneConfig& finetune, const std::vector<PeftTensor>& factors,
+                         const std::optional<std::string>& base) {
   return {{"base_model_name_or_path", base ? ordered_json(*base) : nullptr},
           {"bias", "none"},
           {"fan_in_fan_out", false},
@@ -60,7 +81,7 @@ ordered_json peft_config(const FinetuneConfig& finetune, const std::optional<std
           {"modules_to_save", nullptr},
           {"peft_type", "LORA"},
           {"r", finetune.rank},
-          {"target_modules", finetune.targets},
+          {"target_modules", peft_targets(finetune, factors)},
           {"task_type", "CAUSAL_LM"},
           {"use_dora", false},
           {"use_rslora", finetune.rslora}};
@@ -94,16 +115,31 @@ const json& required(const json& config, const char* key, const std::string& whe
 // The tensors show if all blocks have them.
 std::string last_part(const std::string& name) { return name.substr(name.rfind('.') + 1); }
 
+// The name in finetune.targets: "experts.up_proj" for experts.3.up_proj, and for Mixtral's w3.
+std::string target_of(const std::string& name) {
+  constexpr std::pair<std::string_view, const char*> kOfMixtral[] = {
+      {"w1", "experts.gate_proj"}, {"w2", "experts.down_proj"}, {"w3", "experts.up_proj"}};
+  const std::string last = last_part(name);
+  for (const auto& [theirs, ours] : kOfMixtral) {
+    if (last == theirs) return ours;
+  }
+  const size_t at = name.rfind(kExperts);
+  const bool is_of_expert =
+      at != std::string::npos && (at == 0 || name[at - 1] == '.') &&
+      name.find_first_not_of("0123456789", at + kExperts.size()) == name.size() - last.size() - 1;
+  return is_of_expert ? std::string(kExperts) + last : last;
+}
+
 // In the order of Parka's own.
 std::vector<std::string> parse_targets(const json& value, const std::string& where) {
-  const std::vector<std::string> known = FinetuneConfig().targets;
-  if (value == "all-linear") return known;
+  const std::vector<std::string> known(std::begin(kAdapterTargets), std::end(kAdapterTargets));
+  if (value == "all-linear") return FinetuneConfig().targets;
   const bool is_list = value.is_array() && !value.empty() &&
                        std::ranges::all_of(value, [](const json& target) { return target.is_string(); });
   if (!is_list) refuse(where, "target_modules", value, "a list of names of layers");
   std::set<std::string> named;
   for (const json& target : value) {
-    const std::string name = last_part(target.get<std::string>());
+    const std::string name = target_of(target.get<std::string>());
     named.insert(name);
     if (std::ranges::count(known, name) > 0) continue;
     throw_bad_input("{}: \"target_modules\" has {}; adapters are known of {}", where, printable(target.dump()),
@@ -126,6 +162,27 @@ double parse_number(const json& config, const char* key, double otherwise, doubl
 // The initialization of weights that are trained; others have changed the base too.
 bool keeps_base(const json& init) { return init.is_boolean() || init == "gaussian" || init == "orthogonal"; }
 
+// peft's "gate_proj" is of experts as well, if its files have them.
+void name_experts(const std::string& folder, Config& config) {
+  const std::string path = (fs::path(folder) / kPeftWeightsName).string();
+  const MoeConfig& moe = config.model.moe;
+  std::vector<std::string>& targets = config.finetune.targets;
+  if (!moe.exists() || !file_exists(path)) return;
+  const auto of_expert = [](const SafetensorsEntry& entry) {
+    return entry.name.find(".experts.") != std::string::npos;
+  };
+  const InputFile file(path);
+  if (std::ranges::none_of(read_safetensors_header(file).tensors, of_expert)) return;
+  const bool has_experts_alone = moe.dense_layers == 0 && moe.shared_width == 0;
+  for (const char* layer : {"gate_proj", "up_proj", "down_proj"}) {
+    const auto plain = std::ranges::find(targets, layer);
+    if (plain == targets.end()) continue;
+    if (has_experts_alone) targets.erase(plain);
+    const std::string named = std::string(kExperts) + layer;
+    if (std::ranges::count(targets, named) == 0) targets.push_back(named);
+  }
+}
+
 // The adapters' tensors in their places in a config's table.
 std::vector<HostTensor> read_tensors(const std::string& folder, const Config& config, const std::string& base) {
   const fs::path path = fs::path(folder) / kPeftWeightsName;
@@ -139,23 +196,25 @@ std::vector<HostTensor> read_tensors(const std::string& folder, const Config& co
   std::map<std::string, SafetensorsEntry> entries;
   for (const SafetensorsEntry& entry : read_safetensors_header(file).tensors) entries.emplace(entry.name, entry);
   std::vector<HostTensor> tensors;
+  std::vector<float> values;  // of a parameter
   for (const PeftTensor& wanted : peft_tensors(config, choose_family(config.model, "", nullptr, base))) {
     const ParameterInfo& p = wanted.parameter;
     const auto found = entries.find(wanted.name);
     if (found == entries.end()) refuse_missing(file.path(), wanted.name, names_in(entries));
     const SafetensorsEntry& entry = found->second;
-    if (!is_plain_float(entry.dtype) || entry.shape != std::vector<int64_t>{p.rows, p.cols}) {
+    if (!is_plain_float(entry.dtype) || entry.shape != std::vector<int64_t>{wanted.rows(), p.cols}) {
       throw_bad_input("{}: {} is {} [{}], floats [{}, {}] are wanted", file.path(), printable(entry.name),
-                      name_of(entry.dtype), fmt::join(entry.shape, ", "), p.rows, p.cols);
+                      name_of(entry.dtype), fmt::join(entry.shape, ", "), wanted.rows(), p.cols);
     }
     std::vector<std::byte> bytes(static_cast<size_t>(entry.num_bytes));
     file.read(entry.offset, bytes);
-    std::vector<float> values(static_cast<size_t>(p.numel()));
-    decode_floats(entry.dtype, bytes, values);
+    if (wanted.expert == 0) values.clear();
+    values.resize(values.size() + static_cast<size_t>(wanted.numel()));
+    decode_floats(entry.dtype, bytes, std::span(values).last(static_cast<size_t>(wanted.numel())));
     ValueCheck check(file, entry, /*may_be_zero=*/wanted.name.find("lora_B") != std::string::npos);
     check.add(entry.dtype, bytes);
     check.finish();
-    tensors.push_back(float_tensor(p.name, {p.rows, p.cols}, values));
+    if (wanted.expert == p.num_stacked - 1) tensors.push_back(float_tensor(p.name, {p.rows, p.cols}, values));
     entries.erase(found);
   }
   if (!entries.empty()) {
@@ -191,13 +250,19 @@ std::vector<PeftTensor> peft_tensors(const Config& config, const HuggingFaceFami
   const ParameterTable table = make_parameter_table(config.model, false);
   const std::vector<HuggingFaceTensor> weights = huggingface_tensors(family, config.model, table);
   std::vector<PeftTensor> tensors;
+  std::map<std::pair<std::string, int64_t>, std::string> names;
+  for (const HuggingFaceTensor& weight : weights) {
+    names.emplace(std::pair(table.all[weight.parameter].name, weight.first_row), weight.name);
+  }
   for (const CheckpointAdapters::Adapter& adapter : lora_adapters(config).all) {
-    const auto weight = std::ranges::find_if(weights, [&](const HuggingFaceTensor& tensor) {
-      return table.all[tensor.parameter].name == adapter.layer && tensor.first_row == adapter.first_row;
-    });
-    PARKA_REQUIRE(weight != weights.end());
-    tensors.push_back({peft_name(weight->name, "lora_A"), adapter.in});
-    tensors.push_back({peft_name(weight->name, "lora_B"), adapter.out});
+    const ParameterInfo& layer = table.all[static_cast<size_t>(table.index_of(adapter.layer))];
+    const int64_t stride = layer.rows / layer.num_stacked;
+    for (const auto& [factor, parameter] : {std::pair("lora_A", &adapter.in), {"lora_B", &adapter.out}}) {
+      for (int64_t e = 0; e < parameter->num_stacked; ++e) {
+        const std::string& weight = names.at({adapter.layer, adapter.first_row + e * stride});
+        tensors.push_back({peft_name(weight, factor), *parameter, e});
+      }
+    }
   }
   return tensors;
 }
@@ -208,9 +273,10 @@ void write_peft_adapter(const LoadedCheckpoint& checkpoint, const Config& config
     throw_bad_input("{}: has no adapters (finetune.method = {}); leave --adapter out", checkpoint.path(),
                     name_of(config.finetune.method));
   }
-  const std::vector<HostTensor> tensors = read_factors(checkpoint, peft_tensors(config, family));
+  const std::vector<PeftTensor> factors = peft_tensors(config, family);
+  const std::vector<HostTensor> tensors = read_factors(checkpoint, factors);
   DraftFolder draft(out);
-  write_new_file(draft / "adapter_config.json", peft_config(config.finetune, base).dump(2) + "\n");
+  write_new_file(draft / "adapter_config.json", peft_config(config.finetune, factors, base).dump(2) + "\n");
   OutputFile file(draft / "adapter_model.safetensors");
   write_safetensors(tensors, {{"format", "pt"}}, file);
   draft.publish();
@@ -254,6 +320,7 @@ std::string import_peft_adapter(const std::string& folder, const LoadedCheckpoin
   }
   config.finetune = parse_peft_config(
       parse_json_text(read_text(where, kMaxHuggingFaceConfigBytes), where, JsonComments::kRefused), where);
+  name_experts(folder, config);
   // The base's settings of its own parameters and ranks may not go with adapters.
   config.optimizer.frozen.clear();
   config.optimizer.lr_patterns.clear();

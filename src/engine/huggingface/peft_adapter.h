@@ -13,8 +13,12 @@ namespace parka {
 struct PeftTensor {
   std::string name;
   ParameterInfo parameter;
+  int64_t expert = 0;  // whose part of the parameter it is, where that is stacked
+
+  int64_t rows() const { return parameter.rows / parameter.num_stacked; }
+  int64_t numel() const { return rows() * parameter.cols; }
 };
-// All of a config's, A before B of each adapter.
+// All of a config's, A before B of each adapter, and those of experts in order.
 std::vector<PeftTensor> peft_tensors(const Config& config, const HuggingFaceFamily& family);
 
 // Writes the adapters of a checkpoint as peft does: adapter_model.safetensors, in fp32, and adapter_config.json, in

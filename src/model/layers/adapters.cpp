@@ -10,15 +10,11 @@
 #include "model/step_context.h"
 
 namespace parka {
-namespace {
 
-// A matrix without its first columns; its rows still are as far from each other.
 TensorView from_column(TensorView matrix, int64_t first) {
   matrix.data = static_cast<std::byte*>(matrix.data) + first * size_of(matrix.dtype);
   return matrix;
 }
-
-}  // namespace
 
 Adapters::Adapters(const ParameterTable& table, const std::string& layer, bool reads_fp8)
     : rules_(table.lora), reads_fp8_(reads_fp8) {

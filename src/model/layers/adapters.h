@@ -12,6 +12,9 @@ namespace parka {
 struct GemmInput;
 struct StepContext;
 
+// A matrix without its first columns; its rows still are as far from each other.
+TensorView from_column(TensorView matrix, int64_t first);
+
 // The adapters of one layer out = x W^T with a weight W [N, K]; often none. The columns of out that belong to one
 // get + scale * (x A^T) B^T, in the compute format: FP8 operands are decoded for it. All read one input, so their A
 // are multiplied as one matrix. With dropout each sees x without elements of its own choice, and has products of

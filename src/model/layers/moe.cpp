@@ -67,10 +67,11 @@ void Moe::add_parameters(ParameterList& list, const ModelConfig& model, const st
   }
   list.add(prefix + "experts.up_gate", E * 2 * f, d, ParameterRole::kExperts, /*decayed=*/true,
            list.initial_std(d, 0));
-  list.stack(model.moe, {f, f});
+  list.add_matrices(prefix, prefix + "experts.up_gate", d, {{"experts.up_proj", f}, {"experts.gate_proj", f}},
+                    model.moe);
   list.add(prefix + "experts.down", E * d, f, ParameterRole::kExperts, /*decayed=*/true,
            list.initial_std(f, depth));
-  list.stack(model.moe, {d});
+  list.add_matrices(prefix, prefix + "experts.down", f, {{"experts.down_proj", d}}, model.moe);
   if (model.moe.shared_width > 0) {
     Swiglu::add_parameters(list, model.with_one_ffn(model.moe.shared_width), prefix + "shared.", depth);
   }
@@ -95,6 +96,9 @@ Moe::Moe(const ModelConfig& model, const PrecisionConfig& precision, const Param
       trains_down_(table.is_trainable(down_weight_)),
       is_fp8_(precision.gemm != GemmPrecision::kCompute),
       saves_product_(precision.save_product),
+      up_gate_adapters_(table, prefix + "experts.up_gate"),
+      down_adapters_(table, prefix + "experts.down"),
+      reads_product_again_(trains_down_ || !down_adapters_.empty()),
       loads_(model) {
   const ParameterInfo& stacked = table.all[static_cast<size_t>(up_gate_weight_)];
   place_ = stacked.placement.expert_place;
@@ -106,7 +110,8 @@ Moe::Moe(const ModelConfig& model, const PrecisionConfig& precision, const Param
 }
 
 bool Moe::reads_input_again() const {
-  return trains_router_ || trains_up_gate_ || (shared_ && shared_->reads_input_again());
+  return trains_router_ || trains_up_gate_ || !up_gate_adapters_.empty() ||
+         (shared_ && shared_->reads_input_again());
 }
 
 void Moe::declare(BufferScope& scope) {
@@ -134,7 +139,7 @@ void Moe::declare(BufferScope& scope) {
   slot_of_row_ = scope.workspace("expert_slot_of_row", DType::kI32, {R}, sorted);
   row_weights_ = scope.workspace("expert_row_weights", DType::kF32, {R}, sorted);
   rows_ = scope.workspace("expert_rows", scope.compute(), {R, d}, with(kBackwardUpGate));
-  const bool reads_rows_again = !formats.fp8_gemm && trains_up_gate_;
+  const bool reads_rows_again = !formats.fp8_gemm && (trains_up_gate_ || !up_gate_adapters_.empty());
   input_.row = scope.workspace("expert_input", formats.activation.dtype, {R, d},
                                reads_rows_again ? with(kBackwardUpGate) : forward);
   if (formats.up_gate.scaling != Scaling::kNone) {
@@ -148,9 +153,11 @@ void Moe::declare(BufferScope& scope) {
       own.silu = scope.kept("expert_silu" + suffix, formats.silu, R, f);
       scope.sample(2 * f, f);
     }
-    own.product = scope.gemm_input("expert_product", f, saves_product_, forward, in(kBackwardSwiglu), trains_down_,
-                                   is_fp8_, is_fp8_, R, suffix);
+    own.product = scope.gemm_input("expert_product", f, saves_product_, forward, in(kBackwardSwiglu),
+                                   reads_product_again_, is_fp8_, is_fp8_, R, suffix);
   }
+  up_gate_adapters_.declare(scope, "expert_up_gate", R, forward, kBackwardUpGate);
+  down_adapters_.declare(scope, "expert_down", R, forward, kBackwardDown | kBackwardSwiglu);
   if (!goes_back) return;
   if (is_divided()) {
     shared_gradient_ = declare_shared(scope, "shared_gradient", formats.gradient, kBackwardPhases);
@@ -310,6 +317,7 @@ Moe::Rows Moe::forward_rows(const StepContext& step, int64_t source, const Scale
       .up_gate_plain = up_gate_plain,
       .activation = activation_,
       .row_factor = rows.weights};
+  up_gate_adapters_.forward(step, rows.experts(), input.row.data, projected);
   swiglu_forward(step.device, swiglu);
   if (source == place_) step.samples.add(step.device, block_ + moe_.dense_layers, swiglu, projected);
   grouped_gemm(step.device, {.a = product,
@@ -318,6 +326,7 @@ Moe::Rows Moe::forward_rows(const StepContext& step, int64_t source, const Scale
                              .counts = rows.counts,
                              .out = step.tensor(rows_, rows.count, width_),
                              .fast_accumulation = true});
+  down_adapters_.forward(step, rows.experts(), product.data, step.tensor(rows_, rows.count, width_));
   return rows;
 }
 
@@ -399,10 +408,11 @@ void Moe::backward_rows(const StepContext& step, const Rows& rows, const GemmInp
   const GemmInput d_rows = gather(step, rows, d_out, d_rows_);
   const TensorView d_product = step.tensor(d_product_, rows.count, f);
   input_gradient(step, rows, d_rows, down_weight_, d_product);
+  down_adapters_.input_gradient(step, rows.experts(), d_rows.row.data, d_product);
 
   const ScaledView up_gate = step.matrix(own.up_gate, rows.count, 2 * f),
                    silu = step.matrix(own.silu, rows.count, f);
-  const bool makes_product = trains_down_ && !saves_product_;
+  const bool makes_product = reads_product_again_ && !saves_product_;
   const GemmInput product = {is_fp8_ ? ScaledView{} : step.matrix(own.product.row, rows.count, f),
                              step.matrix(own.product.transposed, f, rows.count)};
   const GemmInput d_up_gate = {step.matrix(d_up_gate_.row, rows.count, 2 * f),
@@ -425,15 +435,19 @@ void Moe::backward_rows(const StepContext& step, const Rows& rows, const GemmInp
   swiglu_backward(step.device, swiglu);
   if (rows.source == place_) step.samples.add(step.device, block_ + moe_.dense_layers, swiglu);
   if (trains_down_) weight_gradient(step, rows, d_rows, product, down_weight_, adds);
+  down_adapters_.weight_gradient(step, rows.experts(), product.row.data);
 
   const TensorView d_inputs = step.tensor(rows_, rows.count, width_);
   input_gradient(step, rows, d_up_gate, up_gate_weight_, d_inputs);
+  up_gate_adapters_.input_gradient(step, rows.experts(), d_up_gate.row.data, d_inputs);
   combine_rows(
       step.device,
       {.rows = d_inputs, .row_of_slot = rows.row_of_slot, .out = d_x, .accumulate = !is_divided() && shared_});
   const GemmInput input = reads_input_again() ? x() : GemmInput{};
-  if (!trains_up_gate_) return;
-  weight_gradient(step, rows, d_up_gate, gather(step, rows, input, input_), up_gate_weight_, adds);
+  if (!trains_up_gate_ && up_gate_adapters_.empty()) return;
+  const GemmInput gathered = gather(step, rows, input, input_);
+  if (trains_up_gate_) weight_gradient(step, rows, d_up_gate, gathered, up_gate_weight_, adds);
+  up_gate_adapters_.weight_gradient(step, rows.experts(), gathered.row.data);
 }
 
 void Moe::router_backward(const StepContext& step, const TensorView& row_of_slot, const TensorView& d_row_weights,

@@ -7,6 +7,7 @@
 #include <vector>
 
 #include "model/buffer_scope.h"
+#include "model/layers/expert_adapters.h"
 #include "model/layers/swiglu.h"
 #include "model/step_context.h"
 
@@ -81,6 +82,7 @@ class Moe {
   struct Rows {
     int64_t source, count;  // the rank's place, R
     TensorView offsets, counts, row_of_slot, slot_of_row, weights;
+    ExpertAdapters::Experts experts() const { return {offsets, counts}; }
   };
   bool is_divided() const { return places_ > 1; }
   int64_t num_rows(int64_t tokens) const {
@@ -133,6 +135,8 @@ class Moe {
   bool trains_router_, trains_up_gate_, trains_down_;
   bool is_fp8_;
   bool saves_product_;
+  ExpertAdapters up_gate_adapters_, down_adapters_;
+  bool reads_product_again_;
   bool samples_amax_ = false;
   std::optional<Swiglu> shared_;
 

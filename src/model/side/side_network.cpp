@@ -34,8 +34,10 @@ ModelConfig side_stack(const ModelConfig& model, const SideRules& rules) {
   };
   ModelConfig side = model;
   side.vision = {};
+  side.moe = {};
   side.d_model = reduced(model.d_model);
-  side.d_ffn = reduced(model.d_ffn);
+  const MoeConfig& moe = model.moe;  // whose experts a side block has as one feed-forward
+  side.d_ffn = reduced(moe.exists() ? moe.experts_per_token * model.d_ffn + moe.shared_width : model.d_ffn);
   side.given_head_dim = rules.head_dim > 0 ? rules.head_dim : std::min(kHeadDim, side.d_model);
   side.query_pre_attn_scalar = 0;  // of its own head dim
   side.num_heads = ceil_div(side.d_model, side.given_head_dim);

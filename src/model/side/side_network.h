@@ -7,8 +7,9 @@
 namespace parka {
 
 // The sizes of a side network's blocks: those of the model's, with width and feed-forward width divided by
-// SideRules::reduction and rounded up to multiples of 16. Its heads have head_dim numbers, as many as are needed
-// for the width, and share keys and values as the model's do.
+// SideRules::reduction and rounded up to multiples of 16; where the model has experts, one feed-forward of the
+// width that a token goes through. Its heads have head_dim numbers, as many as are needed for the width, and share
+// keys and values as the model's do.
 ModelConfig side_stack(const ModelConfig& model, const SideRules& rules);
 
 // The network of Quantized Side Tuning (arXiv 2401.07159, section 3), beside a model of N blocks whose weights are

@@ -2,6 +2,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <type_traits>
 #include <vector>
 
 #include "core/number_formats.h"
@@ -24,6 +25,32 @@ void add(Device&, const Add& a) {
       BFloat16* total = a.total.as<BFloat16>();
       for (int64_t i = begin; i < end; ++i) total[i] = encode_bf16(decode_bf16(total[i]) + decode_bf16(x[i]));
     }
+  });
+}
+
+namespace {
+
+template <typename T>
+void add_rows(const AddColumns& a, int64_t begin, int64_t end) {
+  const int64_t N = a.x.dim[1];
+  for (int64_t r = begin; r < end; ++r) {
+    const T* x = a.x.as<T>() + r * (N + a.x_padding);
+    T* y = a.y.as<T>() + r * (N + a.y_padding);
+    for (int64_t n = 0; n < N; ++n) {
+      if constexpr (std::is_same_v<T, float>) {
+        y[n] = (a.accumulate ? y[n] : 0.0f) + a.factor * x[n];
+      } else {
+        y[n] = encode_bf16((a.accumulate ? decode_bf16(y[n]) : 0.0f) + a.factor * decode_bf16(x[n]));
+      }
+    }
+  }
+}
+
+}  // namespace
+
+void add_columns(Device&, const AddColumns& a) {
+  parallel_for(a.x.dim[0], 16, [&](int64_t begin, int64_t end) {
+    a.x.dtype == DType::kF32 ? add_rows<float>(a, begin, end) : add_rows<BFloat16>(a, begin, end);
   });
 }
 

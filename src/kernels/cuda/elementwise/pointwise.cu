@@ -17,6 +17,21 @@ struct Sum {
   __device__ float operator()(const float (&x)[2]) const { return x[0] + x[1]; }
 };
 
+// A block has a row.
+constexpr int kColumnThreads = 256;
+
+template <typename T>
+__global__ void __launch_bounds__(kColumnThreads)
+    add_columns_kernel(const T* x, int64_t x_pitch, T* y, int64_t y_pitch, int cols, float factor,
+                       bool accumulate) {
+  x += blockIdx.x * x_pitch;
+  y += blockIdx.x * y_pitch;
+  for (int n = static_cast<int>(threadIdx.x); n < cols; n += kColumnThreads) {
+    const float scaled = __fmul_rn(factor, to_float(x[n]));
+    y[n] = from_float<T>(accumulate ? __fadd_rn(to_float(y[n]), scaled) : scaled);
+  }
+}
+
 struct Activated {
   float y, slope;
 };
@@ -174,6 +189,15 @@ void add(Device& device, const Add& a) {
   with_plain_type(a.x.dtype, [&](auto type) {
     using T = decltype(type);
     map_elements(as_cuda(device), "add", Sum(), {a.x.as<T>(), a.total.as<T>()}, a.total.as<T>(), a.x.numel());
+  });
+}
+
+void add_columns(Device& device, const AddColumns& a) {
+  with_plain_type(a.x.dtype, [&](auto type) {
+    using T = decltype(type);
+    const int64_t R = a.x.dim[0], N = a.x.dim[1];
+    launch(as_cuda(device), "add_columns", add_columns_kernel<T>, {R, kColumnThreads}, a.x.as<T>(), N + a.x_padding,
+           a.y.as<T>(), N + a.y_padding, static_cast<int>(N), a.factor, a.accumulate);
   });
 }
 

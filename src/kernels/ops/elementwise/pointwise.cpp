@@ -14,6 +14,16 @@ void add(Device& device, const Add& a) {
 
 OpCost cost_of(const Add& a) { return moved(bytes_of(a.x) + 2 * bytes_of(a.total), a.x); }
 
+void add_columns(Device& device, const AddColumns& a) {
+  const int64_t R = a.x.dim[0], N = a.x.dim[1];
+  check_tensor("add_columns", "x", a.x, {R, N}, {DType::kF32, DType::kBF16});
+  check_tensor("add_columns", "y", a.y, {R, N}, {a.x.dtype});
+  if (a.x.numel() == 0) return;
+  PARKA_DISPATCH(add_columns, device, a);
+}
+
+OpCost cost_of(const AddColumns& a) { return moved(bytes_of(a.x) + (a.accumulate ? 2 : 1) * bytes_of(a.y), a.x); }
+
 void activation_forward(Device& device, const ActivationForward& a) {
   const int64_t T = a.x.dim[0], F = a.x.dim[1];
   check_tensor("activation_forward", "x", a.x, {T, F}, {DType::kF32, DType::kBF16});

@@ -15,6 +15,17 @@ struct Add {
 };
 PARKA_OP(add, Add);
 
+// y = factor * x, or y += factor * x: computed in fp32 and rounded once. Both may be columns of a wider matrix,
+// with so many others after them in each row.
+struct AddColumns {
+  TensorView x;  // [R, N] fp32 or bf16, in
+  TensorView y;  // [R, N] of the same dtype, out or in/out; must not overlap x
+  float factor = 1.0f;
+  bool accumulate = false;
+  int64_t x_padding = 0, y_padding = 0;
+};
+PARKA_OP(add_columns, AddColumns);
+
 // The activation of an MLP without a gate, or of an adapter.
 enum class Activation : uint8_t {
   kGelu,       // x Phi(x), Phi(x) = erfc(-x / sqrt(2)) / 2, the distribution function of the normal distribution
