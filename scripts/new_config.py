@@ -116,7 +116,8 @@ def choose(config: dict, options: argparse.Namespace) -> dict:
     often = max(1, steps // 20)
     config["training"] |= {"steps": steps, "global_batch_size": batch, "micro_batch_size": micro, "log_interval": max(1, steps // 1000)}
     if config["data"]["eval"]:
-        config["training"] |= {"eval_interval": often, "eval_sequences": 256}
+        # Twenty evaluations shall take no more than a few percent of the run.
+        config["training"] |= {"eval_interval": often, "eval_sequences": max(8, min(256, steps * batch // 200))}
         if not config["data"].get("loss_mask"):
             config["evaluation"] = {"prompts": ["The"]}
     config["checkpoint"]["interval"] = min(often, 1000)

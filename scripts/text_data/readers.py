@@ -343,8 +343,6 @@ class InputFile:
     def _table_documents(self, kind: str) -> Iterator[bytes]:
         """The rows of a Parquet file or an Arrow table."""
         pyarrow = import_pyarrow(self.path, TABLES[kind])
-        if not self._reading.chat and self._reading.field is None:
-            raise InputError(f"{self.path}: is {TABLES[kind]}; name the column of its text with --jsonl-field")
         self._raw = open(self.path, "rb")
         try:
             with self._raw:
@@ -357,6 +355,8 @@ class InputFile:
     def _columns(self, names: list[str]) -> list[str]:
         """Those of a table that are read, first the one that must be there."""
         if not self._reading.chat:
+            if self._reading.field is None:
+                raise InputError(f"{self.path}: is a table; name the column of its text with --jsonl-field: it has {', '.join(names)}")
             return [self._reading.field]
         self._tell("unread", (f"{name} of records" for name in names if not is_checked(name)))
         return ["messages", *(name for name in dict.fromkeys(names) if is_checked(name) and name != "messages")]

@@ -174,7 +174,7 @@ class Card(Folder):
 
     def test_what_was_not_measured_has_no_speed(self):
         for arguments in (("olmo-1b-bench", "--card", "4090"), ("olmoe-1b-7b", "--card", "h100"), ("olmo-1b-bench", "--card", "h100", "--set", "precision.recipe=coat"),
-                          ("llama3-70b-qst", "--card", "h200")):
+                          ("llama3-70b-qst", "--card", "h200"), ("quickstart", "--set", "precision.recipe=parka", "--card", "h100")):
             card = json.loads(self.parka("plan", ROOT / f"configs/{arguments[0]}.json", *arguments[1:], "--json"))["card"]
             self.assertEqual((card["tokens_per_second_per_gpu"], card["hours"]), (0, 0))
 

@@ -127,7 +127,7 @@ class Kinds(Preparation):
         want = None
         for name in ("a.txt", "a.jsonl", "a", "a.arrow"):
             path = self.write(name, table)
-            self.refuse(f"{name}: is Parquet; name the column", path)
+            self.refuse(f"{name}: is a table; name the column", path)
             self.out = self.folder / f"of.{name}"
             self.prepare(path, *FIELD)
             want = want or self.ids()

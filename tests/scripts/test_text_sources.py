@@ -165,7 +165,7 @@ class Sources(Files):
         arrow = data_set / "data-00000-of-00001.arrow"
         arrow.write_bytes(arrow.read_bytes()[: 2 * arrow.stat().st_size // 3])
         for message, *arguments in (
-            ("a.parquet: is Parquet; name the column of its text with --jsonl-field", path),
+            ("a.parquet: is a table; name the column of its text with --jsonl-field: it has id, text, raw", path),
             ("a.parquet: has no column body; it has id, text, raw", path, "--jsonl-field", "body"),
             ('a.parquet, row 1: the field "id" is a number, not text; leave such records out', path, "--jsonl-field", "id"),
             ('a.parquet, row 1: the field "raw" is of type bytes, not text', path, "--jsonl-field", "raw"),

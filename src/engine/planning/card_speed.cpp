@@ -82,8 +82,9 @@ CardSpeed card_speed(const std::string& card, const Config& config, double flop_
   const double width = std::log(right.flop_per_token / left.flop_per_token);
   const double share = width > 0 ? std::log(flop_per_token / left.flop_per_token) / width : 0;
   const double flops = flop_rate(left) + share * (flop_rate(right) - flop_rate(left));
-  constexpr double kAlike = 1.1;
+  constexpr double kAlike = 1.1, kFar = 0.05;
   const double ratio = flop_per_token / (above == rows.begin() ? right : left).flop_per_token;
+  if (ratio < kFar) return {0, fmt::format("the smallest model that was measured is {}", right.model)};
   std::string source =
       ratio < 1 / kAlike ? fmt::format("at most: by {}, the smallest that was measured", right.model)
       : &left == &right || ratio < kAlike ? fmt::format("by {}", left.model)
