@@ -66,7 +66,7 @@ void fast_step(CudaDevice& device, const AdamwStep& a, int64_t num_elements) {
 
 }  // namespace
 
-// Both moments have one format: no config asks for others.
+// Both moments have one dtype: no config asks for others.
 void adamw_step(Device& any_device, const AdamwStep& a) {
   CudaDevice& device = as_cuda(any_device);
   PARKA_REQUIRE(a.exp_avg.values.dtype == a.exp_avg_sq.values.dtype);

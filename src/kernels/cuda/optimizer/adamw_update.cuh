@@ -9,13 +9,17 @@
 //   v += (1 - beta2) (g^2 - v)                   second moment, exp_avg_sq
 //   w -= lr (m / bias1 / (sqrt(v / bias2) + eps) + weight_decay w)        update_weight() of step_kernels.cuh
 //
+// with bias_i = 1 - beta_i^t, by whose rounded reciprocals numbers are multiplied. Weights are bf16 or fp32, with a
+// master or what is left of one beside them (SteppedWeights of step_kernels.cuh), gradients bf16 or fp32.
+//
 // A lane has a part of each tensor in registers, as floats g[e], m[e], v[e], w[e] (lanes.cuh); moments.cuh says how
 // m and v are stored in FP8. There are two kernels, which give equal bits:
 //
 //   adamw_fp8_kernel    whole blocks with expanded FP8 moments, which is where the time goes
 //   adamw_kernel        all else: other moments, ends of tensors, tensors that are not aligned
 //
-// Each operation is rounded by itself, which compilers would contract in one instance and not another.
+// All arithmetic is in intrinsics that round once: otherwise a compiler would make one operation of a product and a
+// sum in one instance, and not in another.
 namespace parka::cuda {
 
 struct UpdateConstants {
@@ -75,7 +79,7 @@ __global__ void __launch_bounds__(Shape::kThreads)
   const float scale = *grad_scale;
   const bool changes = isfinite(scale);
   if (!changes && weight_amax == nullptr) return;
-  LargestWeight<Tensors> largest;  // elements past the end, read as zeros, stay zeros or become NaN
+  LargestWeight<Tensors> largest;  // of elements past the end, read as zeros, zeros and NaN count as nothing
   with_part<Shape>(N, aligned, [&](const auto& part, int64_t first) {
     tensors.move(first);
     if (!changes) {
@@ -135,7 +139,7 @@ __device__ void update_weights(const UpdateConstants& c, const float (&m)[Shape:
   if (__all_sync(kFullWarp, in_safe_range(c, of_m, of_v))) {
     for_each_element<Shape>([&](int e) { update_weight(c, safe_direction_of(c, m[e], v[e]), w[e]); });
   } else if (c.are_safe && of_m.amax == 0.0f && of_v.amax <= kLargestSafeV) {
-    // A quotient of zero, as in rows of an embedding that no token has had yet.
+    // m is zero, as in rows of an embedding that no token has had yet, and so is the quotient: m is the direction.
     for_each_element<Shape>([&](int e) { update_weight(c, m[e], w[e]); });
   } else {
     for_each_element<Shape>([&](int e) {
@@ -150,7 +154,7 @@ __device__ auto load_elements(const Tensors& t, const Part& part) {
   return AdamwTensors{t.weights.load(part), t.gradient.load(part), t.exp_avg.load(part), t.exp_avg_sq.load(part)};
 }
 
-// By own pointers: the step's would cost it registers.
+// Takes a plain pointer: with the step's tensors here, the step would need more registers.
 template <typename Shape, typename Tensors, typename T>
 __device__ void find_unchanged_amax(const T* weight_N, int count, float* weight_amax) {
   if (weight_amax == nullptr) return;
@@ -165,10 +169,10 @@ __device__ void find_unchanged_amax(const T* weight_N, int count, float* weight_
 // Steps `count` times Shape::kBlockElements elements of aligned tensors: every block copies the table of roots to
 // its shared memory, so there is one block for each SM.
 //
-// A warp loads its next elements while it encodes; asynchronous copies all the time are slower. Dynamic scheduling
-// matters: with equal shares for all warps, some multiprocessors wait for others during 8 % of the time. After
-// memory, instructions are the limit: docs/kernels/adamw.md counts them. Registers are used up: a few more live
-// values spill.
+// Each warp asks BlockScheduler for its share of one block of elements after another, and loads the next one while
+// it encodes; asynchronous copies all the time were slower. Dynamic scheduling matters: with equal shares for all
+// warps, some multiprocessors wait for others during 8 % of the time. After memory, instructions are the limit:
+// docs/kernels/adamw.md counts them. Registers are used up: a few more live values spill.
 template <typename Shape, typename Tensors>
 __global__ void __launch_bounds__(Shape::kThreads, 1)
     adamw_fp8_kernel(const __grid_constant__ Tensors tensors, const float* grad_scale, float* weight_amax,

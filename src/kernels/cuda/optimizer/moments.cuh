@@ -8,9 +8,10 @@
 
 // Moments in FP8, with range expansion:
 //
-//   value x = sgn(q) amax (|q| / max)^(1 / k)        max = 448, of E4M3; amax and k are a group's of 128 elements
-//   code  q = sgn(x) rn(max (|x| / amax)^k)          k = exponent / 16 from 1 to 16, so that smallest and largest
-//                                                    magnitude of the group fill the format's range
+//   value x = sgn(q) amax (|q| / 448)^(1 / k)        amax and k are a group's of 128 elements
+//   code  q = sgn(x) E4M3(448 (|x| / amax)^k)        k = exponent / 16, an exponent from 16 to 255, so that
+//   smallest
+//                                                    and largest magnitude of the group fill the format's range
 //
 // bit for bit as kernels/cpu/optimizer/adamw.cpp and kernels/cpu/math/log2_exp2.h define it, in few instructions.
 // Decoding looks the root up in a table. Encoding takes approximate log2 and exp2, which settle nearly every code;
@@ -137,7 +138,7 @@ constexpr float kLargestReciprocal = 0x1p125f;  // numbers below this have a rec
 
 // ---- A group's exponent, and its codes ----
 
-// log2 of the range that a group is expanded to, as in range_expansion_exponent.
+// log2 of the range that a group is expanded to, as in range_expansion_exponent: up to 448, from 2 / 448.
 constexpr double kLog2Range = detail::log2_of(448.0 * 448.0 / 2);
 
 // range_expansion_exponent(amax, amin) as a float, for finite amax > 0, amin >= 0; 16 for amin = 0: only zeros.
@@ -177,11 +178,11 @@ constexpr float kToleranceUnit = 0x1p-22f, kToleranceBase = 30.0f;
 
 // All codes of a group have these in common.
 struct MomentGroup {
-  float amax;  // as stored; in a group of zeros any other number than 0
+  float amax;  // as stored; in a group of zeros, which is stored as 0, a number above 0
   float k;
-  float inverse;   // of amax, good to 2^-23
-  float log2_low;  // log2 of the format's largest number, less the tolerance
-  float low_to_high;
+  float inverse;      // of amax, good to 2^-23
+  float log2_low;     // log2 of the format's largest number, less the tolerance
+  float low_to_high;  // the factor from the lower end of the tolerance to the upper one
 
   __device__ MomentGroup(float amax_, float exponent)
       : amax(amax_), k(exponent * (1.0f / 16)), inverse(approximate_reciprocal(amax_)) {
@@ -198,7 +199,8 @@ struct MomentGroup {
 // The codes of numbers of a group. kIsSecond: those of numbers that are not 0 are not 0. kSigned: numbers may have
 // signs. To be called by all lanes of a warp.
 //
-// Powers are taken at both ends of the tolerance; for a number in 5000 codes differ, and definitions decide.
+// Powers are taken at both ends of the tolerance. For about one number in 5000 the ends have different codes, and
+// the defined operations decide.
 template <bool kIsSecond, bool kSigned, typename Shape>
 __device__ StoredPart<Float8E4M3, Shape> encode_moment(const float (&values)[Shape::kCount],
                                                        const MomentGroup& group) {
@@ -298,7 +300,8 @@ __device__ void to_floats(const StoredMoment<kSigned, Shape>& stored, float (&x)
   decode(stored, kRootTable, x);
 }
 
-// kOfFastStep: there is range expansion, and no second moment has a sign. Otherwise that is found at run time.
+// kOfFastStep: there is range expansion, and no second moment has a sign. Otherwise expansion is found at run time,
+// and signs are always kept.
 template <bool kIsSecond, bool kOfFastStep>
 struct Fp8Moment {
   static constexpr bool kSigned = !(kIsSecond && kOfFastStep);
@@ -355,7 +358,8 @@ struct Fp8Moment {
     const float exponent = is_expanded() ? moment_exponent(amax, found.amin) : float{kLeastExponent};
     const MomentGroup group(amax, exponent);
     store_part(codes_N, part, encode_moment<kIsSecond, kSigned, typename Part::Shape>(x, group));
-    // A value that is not finite, which no step makes, becomes zero: stored, it would come back at every step.
+    // A group with a number that is not finite, as the square of a huge gradient, becomes zeros: stored, it would
+    // come back at every step. Its codes were made first, because encode_moment() needs all lanes.
     const bool is_finite = found.amax <= std::numeric_limits<float>::max();
     if (!is_finite) store_part(codes_N, part, StoredPart<Float8E4M3, typename Part::Shape>{});
     if (Part::lane() == 0 && (Part::kWhole || part.has_group())) {

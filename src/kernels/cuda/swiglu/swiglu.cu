@@ -12,16 +12,20 @@
 
 // SwiGLU:   product = up * silu(gate)        d_up   = d_product * silu(gate)
 //                                            d_gate = d_product * up * silu'(gate)
+//                                            d_factor[t] = sum over a row of d_product * product
 // (and act for silu where a model has another activation; swiglu_elements.cuh has the functions of one element).
 //
 //   T, F        rows (tokens), columns of the product; up_gate is [T, 2F], up before gate
 //   piece       of a row: what a thread block of the plain kernels has; each thread has packs of 16 bytes
 //   tile        128 x 128 of [T, F]: what a thread block of the FP8 kernels has (quantize/code_tiles.cuh); a thread
-//               has 16 columns of four rows, and reads them a quarter at a time
+//               has 16 columns of four rows, fetches those of a row at once, and decodes a quarter of them at a
+//               time
 //   factor      of a row, which multiplies product and gradients: the weight of an expert
 //
-// Three roads: plain formats, one pass; FP8 as training has it, with one scale for a tensor, two passes, of which
-// one finds the maximum; and swiglu_generic.cu.
+// Three roads: plain formats, one pass; FP8 as training has it; and swiglu_generic.cu. FP8 reads up_gate in bf16 or
+// as E4M3 codes with bf16 scales of groups, and writes codes with one scale for the tensor: a pass finds the
+// maximum, and one writes. The first is left out where the scale is given, and quantize_gate() finds the product's
+// on its way.
 namespace parka::cuda {
 namespace {
 
@@ -32,7 +36,7 @@ constexpr int kForwardPacks = 2;  // per thread
 template <typename T>
 constexpr int kPack = 16 / sizeof(T);
 
-// The begin of a block's piece of `pieces` per row.
+// Where this thread's part of a piece begins; a row has `pieces`.
 struct Piece {
   int64_t row;
   int pack;  // of this thread, the first
@@ -167,7 +171,7 @@ float* zero_amax(CudaDevice& device, std::string_view op, const Args& a) {
 
 bool is_tensor(const ScaledView& t) { return !t.empty() && t.scaling == Scaling::kTensor; }
 
-// True if both have one scale for the tensor and go to tiles, as the kernels for usual formats write them.
+// True if tiles::write_tensor can write both: one dtype, one scale for the tensor.
 bool fits_tensor_tiles(const ScaledView& t, const ScaledView& t_transposed) {
   return (t.empty() || is_tensor(t)) && (t_transposed.empty() || is_tensor(t_transposed)) &&
          is_aligned(t.data.data, 16) &&
@@ -227,7 +231,8 @@ void quantize_gate(CudaDevice& device, const SwigluForward& a, float* amax) {
   });
 }
 
-// Writes the product of forward or backward. Scales are made from `amax`, 0 or `is_found`, or given if null.
+// Writes the product of forward or backward. `amax` null: its scale is given. Otherwise that is made from *amax,
+// which is there if `is_found`, and 0 and found here if not.
 template <typename Args>
 void write_product(CudaDevice& device, const Args& a, float* amax, bool is_found) {
   const int64_t rows = a.up_gate.num_rows(), width = a.up_gate.num_cols() / 2;
@@ -242,7 +247,7 @@ void write_product(CudaDevice& device, const Args& a, float* amax, bool is_found
 
 // ---- FP8 backward: d_up, d_gate and the product of a tile together ----
 
-// The scale of d_up_gate where its maximum was found before: what a kernel makes codes with.
+// The scale of d_up_gate where its maximum was found before.
 struct KnownScale : tiles::TensorScale {
   static constexpr bool kFindsAmax = false;
   __device__ bool is_needed() const { return true; }
@@ -272,7 +277,7 @@ struct SampledScale {
   __device__ float maximum() const { return kFirst ? bound() : __ldg(amax); }
 };
 
-// d_up_gate with one scale, and the product, in the format of activations, with its given one.
+// d_up_gate with one scale, and the product in E4M3 with that of forward.
 template <typename Loader, typename F8, bool kProduct, typename Scale>
 __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
     gradient_codes_kernel(const Loader loader, const tiles::CodeOutput d_up, const tiles::CodeOutput d_gate,

@@ -55,7 +55,7 @@ struct Gates {
   int width;  // F
 };
 
-// Bases take no memory where they are Nothing.
+// Bases take no memory where they have no members: NoFactor, NoGradient.
 template <typename UpGate, typename Silu, typename Activation, typename Factor, typename Gradient>
 struct Loader : Gates<UpGate, Silu, Activation>, Factor, Gradient {
   static constexpr bool kCoded = !std::is_same_v<UpGate, PlainSource<BFloat16>>;
@@ -87,8 +87,8 @@ struct Loader : Gates<UpGate, Silu, Activation>, Factor, Gradient {
 template <typename UpGate, typename Silu, typename A, typename Factor, typename Gradient>
 Loader(Gates<UpGate, Silu, A>, Factor, Gradient) -> Loader<UpGate, Silu, A, Factor, Gradient>;
 
-// The product; or the larger magnitude of d_up and d_gate, which is what the maximum over both takes. A Source of
-// every kRowStep-th row.
+// A Source (matrix_source.cuh) of every kRowStep-th row of the product, or of the larger magnitude of d_up and
+// d_gate, from which a maximum over both is taken.
 template <bool kMagnitude, int kRowStep, typename Loader>
 struct LoaderSource {
   Loader loader;
@@ -110,11 +110,12 @@ LoaderSource<true, kRowStep, Loader> magnitude_source(const Loader& loader) {
   return {loader};
 }
 
-// Calls f(activation, factor) with their device forms. Only SiLU, which all mixtures of experts have, has factors.
+// Only SiLU, which all mixtures of experts have, has factors.
 template <typename Args>
 bool fits_factor(const Args& a) {
   return a.row_factor.empty() || a.activation == GateActivation::kSilu;
 }
+// Calls f(activation, factor) with their device forms, for what fits_factor().
 template <typename Args, typename F>
 void with_activation_and_factor(const Args& a, const F& f) {
   with_activation(a.activation, [&](auto activation) {
