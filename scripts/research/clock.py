@@ -14,7 +14,6 @@ clock.MODEL.KIND.held_out, .tax, .gain, .net_speedup by seed, and clock.MODEL.ne
 Exit codes: 0 done, 2 something is wrong with the runs or the options, 4 writing failed.
 """
 import argparse
-import json
 import re
 import statistics
 import sys
@@ -22,7 +21,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from run_metrics import fail, metrics_path, read_records, run_main  # noqa: E402
-from tokens_saved import last_loss, share_for  # noqa: E402
+from tokens_saved import last_loss, print_figures, share_for  # noqa: E402
 
 RUN = re.compile(r"(?P<sweep>sweep\.)?(?P<kind>(dense|mixture)_(adamw|muon))_(?P<lr>[0-9.e-]+)\.(?P<seed>\d+)")
 BASE = "dense_adamw"
@@ -109,13 +108,7 @@ def main():
     if args.best:
         print(best_rate(sweep, args.best))
         return
-    for name, values, unit in figures_of(args, step_of, sweep, whole, seconds):
-        mean = statistics.mean(values)
-        if args.json:
-            print(json.dumps({"name": name, "value": round(mean, 6), "unit": unit,
-                              "spread": [round(min(values), 6), round(max(values), 6)]}))
-        else:
-            print(f"{name:<40} {mean:.4f} ({min(values):.4f} to {max(values):.4f}) {unit}")
+    print_figures(figures_of(args, step_of, sweep, whole, seconds), args.json)
 
 
 if __name__ == "__main__":

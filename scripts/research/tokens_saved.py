@@ -52,13 +52,13 @@ def best_rate(runs, kind):
 def share_for(loss, curve):
     """The share of the tokens at which a curve {share: loss} has the loss."""
     if len(curve) < 2:
-        fail("Muon was trained on one number of tokens; two are needed")
+        fail("there is a loss of one share alone; two are needed")
     points = sorted((math.log(share), of_share) for share, of_share in curve.items())
     pairs = list(zip(points, points[1:]))
     (x0, y0), (x1, y1) = next((pair for pair in pairs if pair[0][1] >= loss >= pair[1][1]),
                               pairs[0] if loss > points[0][1] else pairs[-1])
     if y1 >= y0:
-        fail("Muon's loss does not fall with more tokens; train on more")
+        fail("the loss does not fall with the share; train longer")
     return math.exp(x0 + (x1 - x0) * (y0 - loss) / (y0 - y1))
 
 
@@ -81,6 +81,17 @@ def figures_of(model, tokens, runs):
     return adamw, muon, figures
 
 
+def print_figures(figures, as_json):
+    """(name, values by seed, unit) each, in the form of docs/results/figures.jsonl or as a table."""
+    for name, values, unit in figures:
+        mean = sum(values) / len(values)
+        if as_json:
+            print(json.dumps({"name": name, "value": round(mean, 6), "unit": unit,
+                              "spread": [round(min(values), 6), round(max(values), 6)]}))
+        else:
+            print(f"{name:<40} {mean:.4f} ({min(values):.4f} to {max(values):.4f}) {unit}")
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", metavar="OUT", help="the folder of tokens_saved.sh")
@@ -96,13 +107,7 @@ def main():
     adamw, muon, figures = figures_of(arguments.model, arguments.tokens, runs)
     if not arguments.json:
         print(f"{arguments.tokens} tokens; best learning rates: adamw {adamw}, muon {muon}")
-    for name, values, unit in figures:
-        mean = sum(values) / len(values)
-        if arguments.json:
-            print(json.dumps({"name": name, "value": round(mean, 6), "unit": unit,
-                              "spread": [round(min(values), 6), round(max(values), 6)]}))
-        else:
-            print(f"{name:<40} {mean:.4f} ({min(values):.4f} to {max(values):.4f}) {unit}")
+    print_figures(figures, arguments.json)
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ GET /data?run=R&epoch=E&from=N     of the R-th run: the columns of training step
                                    the first again
 GET /telemetry?run=R&epoch=E&report=I    the I-th record of the kind "quantization"
 """
+import functools
 import http.server
 import json
 import os
@@ -38,7 +39,8 @@ def planned_memory(run, ranks):
         return None
 
 
-def gpus_of_host():
+@functools.lru_cache(maxsize=1)  # nvidia-smi is asked once for all runs
+def gpus_of_host(_turn):
     """[[bytes in use, bytes, watts, percent of the time in which it was busy], ...]; None for what a GPU does not tell."""
     def number(text):
         try:
@@ -71,7 +73,7 @@ class State:
     def __init__(self, run, name):
         self.run, self.name = run, name
         self.lock = threading.Lock()
-        self.epoch, self.memory, self.gpus, self.gpus_at, self.total_steps = 0, None, [], 0.0, None
+        self.epoch, self.memory, self.gpus, self.total_steps = 0, None, [], None
         self.clear()
 
     def clear(self):
@@ -125,8 +127,8 @@ class State:
             self.is_new_start = False
             self.total_steps = steps_of(self.run)
             self.memory = planned_memory(self.run, start.get("ranks", 1))
-        if start.get("host") == os.uname().nodename and time.monotonic() - self.gpus_at > GPU_SECONDS:
-            self.gpus, self.gpus_at = gpus_of_host(), time.monotonic()
+        if start.get("host") == os.uname().nodename:
+            self.gpus = gpus_of_host(time.monotonic() // GPU_SECONDS)
 
     def data(self, epoch, begin):
         with self.lock:

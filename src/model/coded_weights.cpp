@@ -15,8 +15,8 @@ Format4Bit format_of(BaseFormat base) {
   return base == BaseFormat::kNf4 ? Format4Bit::kNf4 : Format4Bit::kFp4;
 }
 
-// That a weight has in 4 bits, each with scales of its own: gate, up and down of each expert, as bitsandbytes has
-// them. q, k and v are one.
+// The matrices of a weight in 4 bits, each with scales of its own: gate, up and down of each expert, as
+// bitsandbytes has them. q, k and v are one.
 int64_t num_matrices(const ParameterInfo& p) {
   return p.role == ParameterRole::kExperts ? static_cast<int64_t>(p.fused_rows.size()) : 1;
 }

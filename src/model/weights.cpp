@@ -88,7 +88,7 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
     weights_.push_back({.info = table.all[i], .storage = storage_of(table, i)});
   }
   buffers_.resize(kGatherBuffers);
-  declare_weights(plan);
+  declare_weights(table, plan);
   for (Weight& weight : weights_) {
     if (weight.storage.has_codes) declare_copies(weight, plan);
   }
@@ -136,10 +136,8 @@ ModelWeights::Storage ModelWeights::storage_of(const ParameterTable& table, size
   return s;
 }
 
-void ModelWeights::declare_weights(MemoryPlan& plan) {
-  std::vector<ParameterInfo> parameters;
-  for (const Weight& weight : weights_) parameters.push_back(weight.info);
-  for (const size_t i : memory_order(parameters)) {
+void ModelWeights::declare_weights(const ParameterTable& table, MemoryPlan& plan) {
+  for (const size_t i : memory_order(table.all)) {
     const ParameterInfo& p = weights_[i].info;
     const Storage& storage = weights_[i].storage;
     if (p.is_coded()) continue;

@@ -216,7 +216,7 @@ class ModelWeights {
   // Makes codes of a whole weight, of the experts' each with its scale; empty: not wanted.
   void make_codes(Device& device, const Weight& weight, const TensorView& elements, const ScaledView& w,
                   const ScaledView& w_t) const;
-  void declare_weights(MemoryPlan& plan);
+  void declare_weights(const ParameterTable& table, MemoryPlan& plan);
   void declare_gather_buffers(const ParameterTable& table, MemoryPlan& plan);
   void declare_copies(Weight& weight, MemoryPlan& plan);
   void declare_workspace(MemoryPlan& plan);

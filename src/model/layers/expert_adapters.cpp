@@ -8,6 +8,20 @@
 #include "model/step_context.h"
 
 namespace parka {
+namespace {
+
+// out [R, N] = rows of a [R, K] times the weight [N, K]^T of their expert, or the weight [K, N] where `transposed`.
+void product(const StepContext& step, const ExpertAdapters::Experts& experts, const TensorView& a, int weight,
+             const TensorView& out, bool transposed = false) {
+  grouped_gemm(step.device, {.a = a,
+                             .b = step.weights.plain(weight),
+                             .b_transposed = transposed,
+                             .offsets = experts.offsets,
+                             .counts = experts.counts,
+                             .out = out});
+}
+
+}  // namespace
 
 ExpertAdapters::ExpertAdapters(const ParameterTable& table, const std::string& layer) : rules_(table.lora) {
   std::ranges::copy_if(table.adapters, std::back_inserter(adapters_),
@@ -42,15 +56,8 @@ void ExpertAdapters::forward(const StepContext& step, const Experts& experts, co
   for (size_t i = 0; i < adapters_.size(); ++i) {
     const LoraAdapter& adapter = adapters_[i];
     const TensorView inner = this->inner(step, inner_, i, R), part = step.tensor(part_, R, adapter.rows);
-    const auto product = [&](const TensorView& a, int weight, const TensorView& to) {
-      grouped_gemm(step.device, {.a = a,
-                                 .b = step.weights.plain(weight),
-                                 .offsets = experts.offsets,
-                                 .counts = experts.counts,
-                                 .out = to});
-    };
-    product(x, adapter.in, inner);
-    product(inner, adapter.out, part);
+    product(step, experts, x, adapter.in, inner);
+    product(step, experts, inner, adapter.out, part);
     TensorView columns = from_column(out, adapter.first_row);
     columns.dim[1] = adapter.rows;
     add_columns(
@@ -66,25 +73,17 @@ void ExpertAdapters::input_gradient(const StepContext& step, const Experts& expe
     const LoraAdapter& adapter = adapters_[i];
     const TensorView d_inner = inner(step, d_inner_, i, R), d_part = step.tensor(part_, R, adapter.rows),
                      d_input = step.tensor(part_, R, cols_);
-    const auto product = [&](const TensorView& a, int weight, const TensorView& to) {
-      grouped_gemm(step.device, {.a = a,
-                                 .b = step.weights.plain(weight),
-                                 .b_transposed = true,
-                                 .offsets = experts.offsets,
-                                 .counts = experts.counts,
-                                 .out = to});
-    };
     TensorView columns = from_column(d_out, adapter.first_row);
     columns.dim[1] = adapter.rows;
     add_columns(step.device, {.x = columns, .y = d_part, .factor = scale(), .x_padding = out_cols_ - adapter.rows});
-    product(d_part, adapter.out, d_inner);
+    product(step, experts, d_part, adapter.out, d_inner, /*transposed=*/true);
     grouped_weight_gradient(step.device, {.d_y = d_part,
                                           .x = inner(step, inner_, i, R),
                                           .offsets = experts.offsets,
                                           .counts = experts.counts,
                                           .out = step.gradient(adapter.out),
                                           .accumulate = step.adds_to_gradients()});
-    product(d_inner, adapter.in, d_input);
+    product(step, experts, d_inner, adapter.in, d_input, /*transposed=*/true);
     add_columns(step.device, {.x = d_input, .y = d_x, .accumulate = true});
   }
 }
