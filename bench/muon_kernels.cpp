@@ -58,18 +58,21 @@ void bench_muon(Bench& bench) {
   };
   for (const auto& [count, m, n] :
        {Shape{1, 4096, 4096}, Shape{1, 11008, 4096}, Shape{1, 4096, 11008}, Shape{8, 2048, 2048},
-        Shape{1, 8192, 2048}, Shape{12, 768, 768}, Shape{12, 3072, 768}}) {
+        Shape{1, 8192, 2048}, Shape{4, 8192, 2048}, Shape{12, 768, 768}, Shape{12, 3072, 768}}) {
     const int64_t r = std::min(m, n);
-    bench.time(
-        kName, "orthogonalize",
-        [&](Tensors& t) {
-          return Orthogonalize{.matrices = t.bf16({count, m, n}),
-                               .other = t.bf16({count, m, n}),
-                               .gram = t.bf16({count, r, r}),
-                               .polynomial = t.bf16({count, r, r}),
-                               .steps = newton_schulz_steps(Orthogonalization::kNewtonSchulz)};
-        },
-        orthogonalize);
+    for (const bool in_halves : {false, true}) {
+      bench.time(
+          kName, in_halves ? "orthogonalize.in_halves" : "orthogonalize",
+          [&](Tensors& t) {
+            return Orthogonalize{.matrices = t.bf16({count, m, n}),
+                                 .other = t.bf16({count, m, n}),
+                                 .gram = t.bf16({count, r, r}),
+                                 .polynomial = t.bf16({count, r, r}),
+                                 .steps = newton_schulz_steps(Orthogonalization::kNewtonSchulz),
+                                 .in_halves = in_halves};
+          },
+          orthogonalize);
+    }
   }
   bench.time(
       kName, "orthogonalize: gemm",

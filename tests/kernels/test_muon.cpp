@@ -67,18 +67,20 @@ std::vector<Shape> all_shapes() {
 
 // What becomes of `values`, matrices one behind the other.
 std::vector<float> orthogonalized(Device& device, const Shape& s, const std::vector<float>& values,
-                                  std::span<const NewtonSchulzStep> steps, float safety = 1) {
+                                  std::span<const NewtonSchulzStep> steps, float safety = 1,
+                                  bool in_halves = false) {
   const int64_t r = std::min(s.m, s.n);
   const TestTensor matrices(device, DType::kBF16, {s.count, s.m, s.n}, values);
   const TestTensor other(device, DType::kBF16, {s.count, s.m, s.n});
   const TestTensor gram(device, DType::kBF16, {s.count, r, r}), polynomial(device, DType::kBF16, {s.count, r, r});
-  orthogonalize(device, {matrices, other, gram, polynomial, steps, safety});
+  orthogonalize(device, {matrices, other, gram, polynomial, steps, safety, in_halves});
   CHECK((matrices.guard_intact() && other.guard_intact() && gram.guard_intact() && polynomial.guard_intact()));
   return matrices.host();
 }
 std::vector<float> orthogonalized(Device& device, const Shape& s, const std::vector<float>& values,
-                                  Orthogonalization kind = Orthogonalization::kNewtonSchulz) {
-  return orthogonalized(device, s, values, newton_schulz_steps(kind), orthogonalization_safety(kind));
+                                  Orthogonalization kind = Orthogonalization::kNewtonSchulz,
+                                  bool in_halves = false) {
+  return orthogonalized(device, s, values, newton_schulz_steps(kind), orthogonalization_safety(kind), in_halves);
 }
 
 std::vector<float> matrix_of(const std::vector<float>& values, const Shape& s, int64_t i) {
@@ -379,12 +381,15 @@ TEST_CASE("each iteration of orthogonalize is the formula in double but for its 
   const float safety = orthogonalization_safety(kind);
   REQUIRE(steps.size() == 5);
   for (Device* device : devices()) {
-    for (const Shape& s : all_shapes()) {
+    std::vector<Shape> shapes = all_shapes();
+    for (const Shape& in_halves : {Shape{2, 136, 150}, Shape{1, 264, 200}}) shapes.push_back(in_halves);
+    for (const Shape& s : shapes) {
+      const bool in_halves = s.numel() > 70 * 70;
       const std::vector<float> values = random_bf16(s.count * s.numel(), 42, 0.3f);
       std::vector<NewtonSchulzStep> taken = {{1, 0, 0}};
       std::vector<float> before = orthogonalized(*device, s, values, taken, safety);
       for (size_t k = 0; k < steps.size(); ++k) {
-        const std::vector<float> after = orthogonalized(*device, s, values, steps.first(k + 1), safety);
+        const std::vector<float> after = orthogonalized(*device, s, values, steps.first(k + 1), safety, in_halves);
         int64_t wrong = 0;
         for (int64_t i = 0; i < s.count; ++i) {
           const bool is_tall = s.m > s.n;
@@ -484,13 +489,17 @@ TEST_CASE("orthogonalize gives a matrix the same bits alone and among others", "
   for (Device* device : devices()) {
     for (const Shape& s : {Shape{7, 64, 96}, Shape{5, 128, 64}, Shape{3, 33, 57}, Shape{4, 1, 40},
                            Shape{3, 256, 256}, Shape{17, 96, 40}}) {
-      const std::vector<float> values = random_bf16(s.count * s.numel(), 45, 0.1f);
-      const std::vector<float> together = orthogonalized(*device, s, values);
-      CHECK(same_bits(together, orthogonalized(*device, s, values)));
-      for (int64_t i = 0; i < s.count; ++i) {
-        const std::vector<float> alone = orthogonalized(*device, {1, s.m, s.n}, matrix_of(values, s, i));
-        CAPTURE(device->name(), s.m, s.n, i);
-        CHECK(same_bits(alone, matrix_of(together, s, i)));
+      for (const bool in_halves : {false, true}) {
+        const auto result = [&](int64_t count, const std::vector<float>& values) {
+          return orthogonalized(*device, {count, s.m, s.n}, values, Orthogonalization::kNewtonSchulz, in_halves);
+        };
+        const std::vector<float> values = random_bf16(s.count * s.numel(), 45, 0.1f);
+        const std::vector<float> together = result(s.count, values);
+        CHECK(same_bits(together, result(s.count, values)));
+        for (int64_t i = 0; i < s.count; ++i) {
+          CAPTURE(device->name(), s.m, s.n, in_halves, i);
+          CHECK(same_bits(result(1, matrix_of(values, s, i)), matrix_of(together, s, i)));
+        }
       }
     }
   }

@@ -85,9 +85,41 @@ class Preference {
 
 // ---- Batches ----
 
+// A block of each matrix of a tensor.
+struct Block {
+  const TensorView& t;
+  int64_t row, col, rows, cols;
+
+  void* data() const { return static_cast<std::byte*>(t.data) + (row * t.dim[2] + col) * size_of(t.dtype); }
+  cublasLtMatrixLayout_t layout() const {
+    const int64_t numel = t.dim[1] * t.dim[2];
+    const cublasLtMatrixLayout_t layout = layout_of(TensorView(t.data, t.dtype, {rows, t.dim[2]}), t.dim[2] - cols);
+    check(PARKA_CUBLASLT(cublasLtMatrixLayoutSetAttribute)(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
+                                                           &numel, sizeof(numel)),
+          "gemm");
+    return layout;
+  }
+};
+
+Block block_of(const BatchedGemm& a, const TensorView& t) {
+  return {t, a.first_row, a.first_col, t.dim[1] - a.first_row,
+          (a.end_col > 0 ? a.end_col : t.dim[2]) - a.first_col};
+}
+Block operand(const TensorView& t, bool transposed, int64_t first, int64_t count) {
+  return transposed ? Block{t, 0, first, t.dim[1], count} : Block{t, first, 0, count, t.dim[2]};
+}
+Block block_of_a(const BatchedGemm& a) {
+  return operand(a.a, a.a_transposed, a.first_row, block_of(a, a.out).rows);
+}
+Block block_of_b(const BatchedGemm& a) {
+  return operand(a.b, a.b_transposed, a.first_col, block_of(a, a.out).cols);
+}
+
 std::string key_of(const BatchedGemm& a) {
-  return fmt::format("{} x {} x {}{}{} of a batch", a.out.dim[1], a.out.dim[2], a.a.dim[a.a_transposed ? 1 : 2],
-                     a.a_transposed ? ", a transposed" : "", a.b_transposed ? ", b transposed" : "");
+  const Block out = block_of(a, a.out);
+  return fmt::format("{} x {} of {} x {} x {}{}{} of a batch", out.rows, out.cols, a.out.dim[1], a.out.dim[2],
+                     a.a.dim[a.a_transposed ? 1 : 2], a.a_transposed ? ", a transposed" : "",
+                     a.b_transposed ? ", b transposed" : "");
 }
 
 // Bytes to which every matrix of a tensor is aligned, wherever it lies in it, if the first one is.
@@ -96,24 +128,15 @@ uint32_t batch_alignment(const TensorView& t) {
   return static_cast<uint32_t>(std::gcd(kMost, t.dim[2] * size_of(t.dtype)));
 }
 
-cublasLtMatrixLayout_t batch_layout_of(const TensorView& t) {
-  const int64_t numel = t.dim[1] * t.dim[2];
-  const cublasLtMatrixLayout_t layout = layout_of(TensorView(t.data, t.dtype, {t.dim[1], t.dim[2]}));
-  check(PARKA_CUBLASLT(cublasLtMatrixLayoutSetAttribute)(layout, CUBLASLT_MATRIX_LAYOUT_STRIDED_BATCH_OFFSET,
-                                                         &numel, sizeof(numel)),
-        "gemm");
-  return layout;
-}
-
 }  // namespace
 
 PreparedBatch::PreparedBatch(cublasLtHandle_t handle, const BatchedGemm& a) {
   check(PARKA_CUBLASLT(cublasLtMatmulDescCreate)(&product_, CUBLAS_COMPUTE_32F, CUDA_R_32F), "gemm");
   set(product_, CUBLASLT_MATMUL_DESC_TRANSA, a.b_transposed ? CUBLAS_OP_N : CUBLAS_OP_T);
   set(product_, CUBLASLT_MATMUL_DESC_TRANSB, a.a_transposed ? CUBLAS_OP_T : CUBLAS_OP_N);
-  a_ = batch_layout_of(a.b);
-  b_ = batch_layout_of(a.a);
-  out_ = batch_layout_of(a.out);
+  a_ = block_of_b(a).layout();
+  b_ = block_of_a(a).layout();
+  out_ = block_of(a, a.out).layout();
   constexpr int64_t kUsualCount = 8;  // that the library chooses an algorithm for
   set_count(kUsualCount);
   Preference preference;
@@ -149,9 +172,10 @@ void PreparedBatch::set_count(int64_t count) const {
 
 cublasStatus_t PreparedBatch::run(cublasLtHandle_t handle, const CudaDevice& device, const BatchedGemm& a) const {
   set_count(a.out.dim[0]);
-  const void* const addend = a.addend.empty() ? a.out.data : a.addend.data;
-  return PARKA_CUBLASLT(cublasLtMatmul)(handle, product_, &a.factor, a.b.data, a_, a.a.data, b_, &a.addend_factor,
-                                        addend, out_, a.out.data, out_, &algorithm_, nullptr, 0, device.stream());
+  const void* const addend = block_of(a, a.addend.empty() ? a.out : a.addend).data();
+  return PARKA_CUBLASLT(cublasLtMatmul)(handle, product_, &a.factor, block_of_b(a).data(), a_, block_of_a(a).data(),
+                                        b_, &a.addend_factor, addend, out_, block_of(a, a.out).data(), out_,
+                                        &algorithm_, nullptr, 0, device.stream());
 }
 
 void multiply_batch(CudaDevice& device, const BatchedGemm& a) {

@@ -263,6 +263,54 @@ void normalize(const CudaDevice& device, const Orthogonalize& a, const TensorVie
                aligned, a.safety, sums);
 }
 
+// ---- Symmetric products ----
+
+constexpr int kMirrorTile = 64, kMirrorWidth = 2;
+constexpr int64_t kHalfUnit = 128;
+
+// Rows [half, r) and columns [0, half) of each matrix [r, r] become columns and rows of the same numbers. `half` is
+// a multiple of the tile, and r is even.
+__global__ void __launch_bounds__(kThreads) mirror_kernel(BFloat16* matrices, int r, int half) {
+  static_assert(kMirrorTile == kMirrorWidth * kWarpSize);
+  constexpr int kWarps = kThreads / kWarpSize;
+  __shared__ uint16_t tile[kMirrorTile][kMirrorTile + kMirrorWidth];
+  wait_for_kernel_before();
+  auto* const matrix = reinterpret_cast<uint16_t*>(matrices) + int64_t{blockIdx.z} * r * r;
+  const int row = half + static_cast<int>(blockIdx.y) * kMirrorTile,
+            col = static_cast<int>(blockIdx.x) * kMirrorTile;
+  const int at = static_cast<int>(threadIdx.x) % kWarpSize * kMirrorWidth;
+  const int warp = static_cast<int>(threadIdx.x) / kWarpSize;
+  for (int i = warp; i < min(kMirrorTile, r - row); i += kWarps) {
+    const auto* const from = matrix + int64_t{row + i} * r + col + at;
+    *reinterpret_cast<uint32_t*>(&tile[i][at]) = *reinterpret_cast<const uint32_t*>(from);
+  }
+  __syncthreads();
+  if (row + at >= r) return;
+  for (int i = warp; i < kMirrorTile; i += kWarps) {
+    auto* const to = matrix + int64_t{col + i} * r + row + at;
+    *reinterpret_cast<uint32_t*>(to) = tile[at][i] | uint32_t{tile[at + 1][i]} << 16;
+  }
+}
+
+// A product that is symmetric. In halves its lower left, the diagonal's blocks included, is two strips of columns,
+// and the rest is its mirror image.
+void multiply_symmetric(CudaDevice& device, BatchedGemm a, bool in_halves) {
+  const int64_t r = a.out.dim[1], half = ceil_div(r, 2 * kHalfUnit) * kHalfUnit;
+  if (!in_halves || r % kWidth != 0 || half >= r) {
+    multiply_batch(device, a);
+    return;
+  }
+  a.end_col = half;
+  multiply_batch(device, a);
+  a.first_row = a.first_col = half;
+  a.end_col = r;
+  multiply_batch(device, a);
+  const dim3 blocks(static_cast<unsigned>(half / kMirrorTile),
+                    static_cast<unsigned>(ceil_div(r - half, kMirrorTile)), static_cast<unsigned>(a.out.dim[0]));
+  launch_early(device, "orthogonalize", mirror_kernel, Grid(blocks, kThreads), a.out.as<BFloat16>(),
+               static_cast<int>(r), static_cast<int>(half));
+}
+
 }  // namespace
 
 void muon_momentum(Device& any_device, const MuonMomentum& a) {
@@ -286,14 +334,17 @@ void orthogonalize(Device& any_device, const Orthogonalize& a) {
   if (a.steps.size() % 2 == 1) std::swap(x, next);
   normalize(device, a, x);
   for (const NewtonSchulzStep& step : a.steps) {
-    multiply_batch(device, {.a = x, .b = x, .a_transposed = is_tall, .b_transposed = is_tall, .out = a.gram});
-    multiply_batch(device, {.a = a.gram,
-                            .b = a.gram,
-                            .b_transposed = true,
-                            .factor = step.c,
-                            .addend = a.gram,
-                            .addend_factor = step.b,
-                            .out = a.polynomial});
+    multiply_symmetric(device, {.a = x, .b = x, .a_transposed = is_tall, .b_transposed = is_tall, .out = a.gram},
+                       a.in_halves);
+    multiply_symmetric(device,
+                       {.a = a.gram,
+                        .b = a.gram,
+                        .b_transposed = true,
+                        .factor = step.c,
+                        .addend = a.gram,
+                        .addend_factor = step.b,
+                        .out = a.polynomial},
+                       a.in_halves);
     multiply_batch(device, {.a = is_tall ? x : a.polynomial,
                             .b = is_tall ? a.polynomial : x,
                             .b_transposed = true,

@@ -53,6 +53,8 @@ struct Orthogonalize {
   TensorView gram, polynomial;              // [B, r, r] bf16, scratch: A and G
   std::span<const NewtonSchulzStep> steps;  // at least one
   float safety = 1;  // from 1 on: how far all singular values are kept below 1 at the beginning
+  // On a GPU: of A and G three of four blocks are computed, and the fourth is the mirror image of one of them.
+  bool in_halves = false;
 };
 PARKA_OP(orthogonalize, Orthogonalize);
 int64_t workspace_of(const Orthogonalize& a);
