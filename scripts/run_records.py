@@ -5,7 +5,7 @@ import math
 
 # Keys that records of a kind have besides their step.
 KEYS = {"eval": ("loss",), "eval_set": ("set", "loss"), "task": ("task", "metric", "score"), "sample": ("prompt", "text"), "quantization": ("tensors",),
-        "moments": ("parameters",), "attention": ("blocks",), "routing": ("blocks",), "warning": ("about", "raised")}
+        "moments": ("parameters",), "updates": ("parameters",), "attention": ("blocks",), "routing": ("blocks",), "warning": ("about", "raised")}
 
 
 def is_number(value):
@@ -59,6 +59,7 @@ OF_KIND = {
     "sample": {"prompt": is_text, "text": is_text},
     "quantization": {"tensors": object_of(lambda tensor: BLOCKS(tensor) and "error" in tensor)},
     "moments": {"parameters": object_of(object_of(object_of(BLOCKS)))},
+    "updates": {"parameters": object_of(object_of(list_of(list_of(is_number))))},
     "attention": {"blocks": BLOCKS},
     "routing": {"blocks": BLOCKS, "loads": list_of(list_of(is_number))},
     "warning": {"about": is_text, "raised": is_flag},

@@ -54,6 +54,11 @@ def moments(record):
                         yield f"telemetry/{parameter}/{moment}/{key}/{statistic}", median(blocks)
 
 
+def updates(record):
+    for parameter, statistics in record["parameters"].items():
+        yield from over_blocks({key: sum(blocks, []) for key, blocks in statistics.items()}, f"telemetry/{parameter}/update")
+
+
 SCALARS = {
     "train": lambda record: numbers(record, "train"),
     "eval": lambda record: numbers(record, "eval"),
@@ -61,6 +66,7 @@ SCALARS = {
     "task": lambda record: numbers(record, f"tasks/{record['task']}"),
     "quantization": quantization,
     "moments": moments,
+    "updates": updates,
     "attention": lambda record: over_blocks(record["blocks"], "telemetry/attention_backward"),
     "routing": lambda record: over_blocks(record["blocks"], "telemetry/routing"),
 }

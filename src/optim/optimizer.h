@@ -150,10 +150,17 @@ class Optimizer {
   // ... which go to the ranks that own them, a block of each row for each rank, ...
   MatrixUpdates::Directions directions(const UpdateGroup& group) const { return matrices_.directions(group); }
   // ... are orthogonalized there, ...
-  void orthogonalize(Device& device, const UpdateGroup& group) { matrices_.orthogonalize(device, group); }
+  void orthogonalize(Device& device, const UpdateGroup& group) {
+    matrices_.orthogonalize(device, group);
+    matrices_.measure(device, group);
+  }
   // ... and come back; then the update of this rank's part of each parameter.
   void queue_update(Device& device, const Update& update, const UpdateGroup& group);
   const std::vector<UpdateGroup>& groups() const { return groups_; }
+  // For telemetry of these updates. Its sums are to be replaced by sum_of_pieces() where ranks share the states.
+  MatrixUpdates& matrices() { return matrices_; }
+  const MatrixUpdates& matrices() const { return matrices_; }
+  bool shares_states() const { return shares_states_; }
   // 5. The optimizer must outlive the result.
   PendingStep end_step(Device& device);
   // The global norm of the newest step, which gives the coefficient of the next: 0, which clips nothing, of a run

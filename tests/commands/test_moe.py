@@ -213,6 +213,20 @@ class Moe(RunFolder):
                                     training={"micro_batch_size": 1}), ranks=ranks)
         for loss, wanted in zip(*([record["loss"] for record in metrics(self.path(name), "train")] for name in ("muon-1", "muon-2"))):
             self.assertAlmostEqual(loss, wanted, places=3)
+        # Each rank reports its own experts' updates, and one rank those of all.
+        reported = []
+        for ranks, stage, experts in ((1, 0, 1), (2, 0, 2), (4, 1, 2)):
+            watched = self.config(f"watched-{stage}-{experts}", "fp32", optimizer={"kind": "muon"}, split=(ranks, stage, 0),
+                                  training={"micro_batch_size": 1, "steps": 1}, distributed={"expert_parallel": experts},
+                                  telemetry={"interval": 1})
+            self.run_ok(watched, ranks=ranks)
+            reported.append(metrics(watched["checkpoint"]["folder"], "updates")[0]["parameters"])
+        for parameters in reported[1:]:
+            for parameter, numbers in parameters.items():
+                for key, blocks in numbers.items():
+                    for values, wanted in zip(blocks, reported[0][parameter][key], strict=True):
+                        for value, one in zip(values, wanted, strict=True):
+                            self.assertAlmostEqual(value, one, delta=0.02, msg=f"{parameter} {key}")
         lora = self.config("lora", "bf16", finetune={"method": "lora", "rank": 4, "targets": ["q_proj", "v_proj"]},
                            training={"balance_loss": 0, "router_z_loss": 0})
         lora["checkpoint"]["init_from"] = muon["checkpoint"]["folder"]

@@ -118,6 +118,29 @@ class Muon(RunFolder):
                         pair.append(self.bits(config))
                     self.assertEqual(*pair)
 
+    def test_telemetry_of_updates_is_that_of_one_rank_and_changes_no_bit(self):
+        plain = self.config("unwatched")
+        self.run_ok(plain)
+        wanted = None
+        for split in ((1, 0, 0), (2, 0, 0), (2, 1, 0), (4, 2, 0), (4, 1, 2)):
+            with self.subTest(split=split):
+                config = self.config("watched-" + "-".join(map(str, split)), split=split)
+                config["telemetry"] = {"interval": 2}
+                self.run_ok(config, ranks=split[0])
+                self.assertEqual(self.bits(config), self.bits(plain))
+                records = metrics(config["checkpoint"]["folder"], "updates")
+                updates = [(record["step"], record["parameters"]) for record in records]
+                self.assertEqual([step for step, _ in updates], [2, 4, 6])
+                wanted = wanted or updates
+                self.assertEqual(updates, wanted)
+        for _, parameters in wanted:
+            self.assertEqual([len(of_block) for of_block in parameters["qkv"]["rms"]], 3 * [3])
+            for numbers in parameters.values():
+                for rms in sum(numbers["rms"], []):
+                    self.assertTrue(0.1 < rms < 0.25, rms)
+                for largest in sum(numbers["singular_value"], []):
+                    self.assertTrue(0.6 < largest < 1.25, largest)
+
     def test_killed_and_resumed_on_other_numbers_of_ranks(self):
         for states in ("fp32", "fp8"):
             straight = self.config(f"straight-{states}", states=states)

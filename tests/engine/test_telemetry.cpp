@@ -207,6 +207,42 @@ TEST_CASE("telemetry reports moments with range expansion", "[engine][telemetry]
   }
 }
 
+TEST_CASE("telemetry reports the updates that Muon makes", "[engine][telemetry][muon]") {
+  const TemporaryFolder folder;
+  for (Device* device : devices()) {
+    for (const bool releases : {false, true}) {
+      CAPTURE(device->name(), releases);
+      Config config = tiny_config(folder.path().string(), "parka", 2);
+      config.optimizer.kind = OptimizerKind::kMuon;
+      config.optimizer.frozen = {"blocks.0.qkv"};
+      config.optimizer.release_gradients = releases;
+      if (releases) config.training.micro_batch_size = config.training.global_batch_size;
+      const std::vector<StepReport> reports = reports_of(config, *device, 4);
+      CHECK((!reports.at(0).telemetry && !reports.at(2).telemetry));
+      const nlohmann::ordered_json record = records_of(config, reports.at(3)).back();
+      CHECK((record["kind"] == "updates" && record["step"] == 4));
+      const std::map<std::string, size_t> wanted = {{"qkv", 3}, {"attention_out", 1}, {"up_gate", 2}, {"down", 1}};
+      CHECK(record["parameters"].size() == wanted.size());
+      for (const auto& [kind, count] : wanted) {
+        const nlohmann::ordered_json& numbers = record["parameters"].at(kind);
+        CAPTURE(kind, numbers.dump());
+        for (size_t l = 0; l < kLayers; ++l) {
+          const bool is_frozen = kind == "qkv" && l == 0;
+          REQUIRE((numbers["rms"].size() == kLayers && numbers["singular_value"].size() == kLayers));
+          REQUIRE(numbers["rms"][l].size() == (is_frozen ? 0 : count));
+          REQUIRE(numbers["singular_value"][l].size() == (is_frozen ? 0 : count));
+          // Of gradients of few tokens, which have small singular values, too.
+          for (const double rms : numbers["rms"][l]) CHECK((rms > 0.05 && rms < 0.25));
+          for (const double largest : numbers["singular_value"][l]) CHECK((largest > 0.6 && largest < 1.25));
+        }
+      }
+      config.telemetry.interval = 0;
+      const std::vector<StepReport> plain = reports_of(config, *device, 4);
+      CHECK((plain.back().loss == reports.back().loss && plain.back().grad_norm == reports.back().grad_norm));
+    }
+  }
+}
+
 TEST_CASE("attention is reported in every recipe, and is balanced", "[engine][telemetry]") {
   const TemporaryFolder folder;
   for (Device* device : devices()) {

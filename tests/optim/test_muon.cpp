@@ -3,6 +3,7 @@
 #include "optim/rules/muon.h"
 
 #include <algorithm>
+#include <bit>
 #include <cmath>
 #include <cstring>
 #include <limits>
@@ -201,6 +202,7 @@ class MuonRun {
       : device(device_),
         optimizer(config, config.master == MasterForm::kNone ? DType::kF32 : DType::kBF16, table, plan,
                   /*is_alone=*/true, part_elements) {
+    optimizer.matrices().declare_telemetry(plan);
     const DType compute = config.master == MasterForm::kNone ? DType::kF32 : DType::kBF16;
     std::vector<TensorId> ids;
     for (const ParameterInfo& p : table) ids.push_back(plan.add("weights", p.name, compute, {p.numel()}));
@@ -615,6 +617,68 @@ TEST_CASE("Muon's updates of released gradients have the bits of those of kept o
         CHECK((released.bytes() == kept.bytes()));
       }
     }
+  }
+}
+
+TEST_CASE("telemetry has the size and largest singular value of each matrix's update", "[optim][muon]") {
+  std::vector<ParameterInfo> table = {{"norm", 1, 8, ParameterRole::kNorm, false, 0},
+                                      {"fused", 48, 32, kLinear, true, 128},
+                                      {"rank_one", 24, 40, kLinear, true, 1664},
+                                      {"zeros", 8, 8, kLinear, true, 2688},
+                                      {"random", 60, 20, kLinear, true, 2816}};
+  table[1].fused_rows = {32, 16};
+  // Orthogonal rows: Hadamard's matrix, and half of one.
+  Values hadamard, rank_one;
+  for (int64_t i = 0; i < table[1].numel(); ++i) {
+    const int64_t row = i / 32 % 32, col = i % 32;
+    hadamard.push_back(std::popcount(static_cast<uint64_t>(row & col)) % 2 == 0 ? 1.0f : -1.0f);
+  }
+  for (int64_t i = 0; i < table[2].numel(); ++i) {
+    rank_one.push_back(std::ldexp(1.0f, static_cast<int>(i / 40 % 3)) * (i % 40 % 2 == 0 ? -1.0f : 1.0f));
+  }
+  // The largest singular value is a sum of squares, and each step of the power method rounds each number once.
+  constexpr double kError = 0x1p-7;
+  for (Device* device : devices()) {
+    MuonRun run(muon_config(), table, *device), plain(muon_config(), table, *device);
+    for (MuonRun* one : {&run, &plain}) {
+      one->set_random_gradients(1);
+      one->set_gradient(1, hadamard);
+      one->set_gradient(2, rank_one);
+      one->set_gradient(3, Values(64));
+    }
+    MatrixUpdates& matrices = run.optimizer.matrices();
+    matrices.begin_telemetry(*device, true);
+    REQUIRE(run.update(1).applied);
+    REQUIRE(plain.update(1).applied);
+    CHECK((run.bytes() == plain.bytes()));
+    CHECK(plain.optimizer.matrices().sums().empty());
+    Values sums(static_cast<size_t>(matrices.sums().numel()));
+    device->copy_to_host(sums.data(), matrices.sums().data, matrices.sums().bytes());
+    std::vector<double> rms, largest;
+    std::vector<size_t> parameters;
+    for (const MatrixUpdates::Matrix& matrix : matrices.measured()) {
+      const float* const of_matrix = sums.data() + MatrixUpdates::kSums * rms.size();
+      parameters.push_back(matrix.parameter);
+      rms.push_back(matrix.rms(of_matrix));
+      largest.push_back(matrix.singular_value(of_matrix));
+    }
+    CAPTURE(int(device->kind()), rms, largest);
+    REQUIRE(parameters == std::vector<size_t>{1, 1, 2, 3, 4});
+    // All r singular values s are equal there, so O has s^2 r squares of max(m, n) r numbers, and the scale is 0.2
+    // of the root of that.
+    const auto near = [](double got, double want) { return std::abs(got - want) <= kError * want; };
+    for (const size_t i : {0, 1}) {
+      CHECK(near(rms[i], 0.2 * largest[i]));
+      CHECK((largest[i] > 0.6 && largest[i] < 1.25));
+    }
+    CHECK(near(rms[2], 0.2 * largest[2] / std::sqrt(24.0)));
+    CHECK((largest[2] > 0.6 && largest[2] < 1.25));
+    CHECK((rms[3] == 0 && std::isnan(largest[3])));
+    // A lower bound of what is at most 1.2, and of no less than the root mean square of all.
+    CHECK((rms[4] > 0.2 * 0.6 && rms[4] < 0.2 * 1.25));
+    CHECK((largest[4] > 0.95 * rms[4] / 0.2 && largest[4] < 1.25));
+    matrices.begin_telemetry(*device, false);
+    CHECK(matrices.sums().empty());
   }
 }
 

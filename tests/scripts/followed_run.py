@@ -40,6 +40,10 @@ def moments_record(step):
     return {"kind": "moments", "step": step, "parameters": {"qkv": {"exp_avg": ranges}}}
 
 
+def updates_record(step):
+    return {"kind": "updates", "step": step, "parameters": {"qkv": {"rms": [[], [0.1, 0.2]], "singular_value": [[1.1, None], [1.0, 0.9]]}}}
+
+
 def attention_record(step):
     return {"kind": "attention", "step": step, "sampled_tokens": 32, "blocks": {"imbalance": [0.001, None, 0.03, 0.002]}}
 

@@ -19,7 +19,7 @@ from unittest import mock
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).resolve().parent), *(str(ROOT / "tests" / folder) for folder in ("commands", "support"))]
 from followed_run import (SCRIPTS, FollowTest, attention_record, has_package, moments_record, quantization_record,  # noqa: E402
-                          routing_record, start_record, train_record, warning_record)
+                          routing_record, start_record, train_record, updates_record, warning_record)
 from needed_tools import skip_without  # noqa: E402
 from parka_runs import RunFolder, killed_in_save, tiny_config  # noqa: E402
 
@@ -160,12 +160,14 @@ class TensorBoard(FollowTest):
 
     def test_telemetry(self):
         self.export(self.make_run("a", [train_record(1), quantization_record(1), moments_record(1), attention_record(1),
-                                         routing_record(1)]))
+                                         routing_record(1), updates_record(1)]))
         telemetry = {tag: curve[1] for tag, curve in self.curves().items() if tag.startswith("telemetry/")}
         expected = {"qkv.weight/error/median": 0.03, "qkv.weight/error/max": 0.05, "qkv.weight/amax/median": 2.0,
                     "qkv.weight/amax/max": 3.0, "qkv/exp_avg/k/median": 5.0, "qkv/exp_avg/amax/max": 2e-3,
                     "attention_backward/imbalance/median": 0.002, "attention_backward/imbalance/max": 0.03,
-                    "routing/expert_load/median": 1.5, "routing/expert_load/max": 2.0}
+                    "routing/expert_load/median": 1.5, "routing/expert_load/max": 2.0,
+                    "qkv/update/rms/median": 0.2, "qkv/update/rms/max": 0.2,
+                    "qkv/update/singular_value/median": 1.0, "qkv/update/singular_value/max": 1.1}
         self.assert_curve(telemetry, {f"telemetry/{tag}": value for tag, value in expected.items()})
 
     def test_a_step_that_was_not_finite(self):
@@ -427,6 +429,7 @@ class Options(FollowTest):
                {"kind": "task", "step": 2, "task": "a", "metric": [], "score": 1}, {"kind": "task", "step": 2, "task": "a", "metric": "acc", "score": "x"},
                *({"kind": "quantization", "step": 2, "tensors": tensors} for tensors in (5, [], {"a": 5}, {"a": {}}, {"a": {"error": 5}}, {"a": {"error": ["x"]}})),
                *({"kind": "moments", "step": 2, "parameters": each} for each in (5, {"a": 5}, {"a": {"b": {"k": {"median": None}}}})),
+               *({"kind": "updates", "step": 2, "parameters": each} for each in (5, {"a": 5}, {"a": {"rms": None}}, {"a": {"rms": [5]}}, {"a": {"rms": [["x"]]}})),
                *({"kind": kind, "step": 2, "blocks": blocks} for kind in ("attention", "routing") for blocks in (None, 5, {"imbalance": None}, {"imbalance": [[]]})),
                {"kind": "warning", "step": 2, "about": {}, "raised": True}, {"kind": "warning", "step": 2, "about": "a", "raised": "x"},
                start_record(2, host=5), start_record(2, ranks=[]), start_record(2, earlier_seconds="x"), [2], 5, None]

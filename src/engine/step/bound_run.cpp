@@ -85,6 +85,7 @@ Model::LossOptions BoundRun::loss_options(int64_t num_targets) const {
 BoundRun::MicroBatch BoundRun::begin_micro_batch(const ParameterExchange::Place& place, bool with_telemetry) {
   PARKA_REQUIRE(!released_ || (place.is_first && place.is_last));
   if (exchange_) exchange_->begin_micro_batch(place);
+  if (place.is_first) declared_.optimizer.matrices().begin_telemetry(device_, with_telemetry);
   const bool hooks_queue = released_ || context_ || experts_ || (exchange_ && !exchange_->is_idle());
   // Divided gradients leave their buffers in each micro-batch, and ParameterExchange adds them up.
   const bool overwrites = place.is_first || declared_.optimizer.shards_gradients();
@@ -124,6 +125,12 @@ PendingStep BoundRun::update(int64_t update, double lr, const std::function<void
                  {.step = update, .lr = lr, .seed = rounding_seed()}, group, before_update);
   }
   move_router_biases(before_update);
+  return end_update();
+}
+
+PendingStep BoundRun::end_update() {
+  Optimizer& optimizer = declared_.optimizer;
+  if (exchange_ && optimizer.shares_states()) exchange_->sum_of_pieces(device_, optimizer.matrices().sums());
   return optimizer.end_step(device_);
 }
 

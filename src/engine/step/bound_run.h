@@ -97,7 +97,7 @@ class BoundRun {
     if (released_) released_->hold_update();
   }
   // Returns the result of the update.
-  PendingStep end_update() { return declared_.optimizer.end_step(device_); }
+  PendingStep end_update();
   // Brings up to date what is made from this rank's weights, after an update, which finds their maxima...
   void weights_stepped();
   // ... and after any other change.

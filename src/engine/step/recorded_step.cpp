@@ -66,6 +66,7 @@ class RecordingRank {
   void telemetry_and_checks() {
     if (declared_.telemetry) {
       micro_batch({.is_first = true, .is_last = releases_gradients()}, /*with_telemetry=*/true);
+      update();
       declared_.telemetry->queue(device_, declared_.model, declared_.optimizer);
     }
     std::vector<TensorView> state = declared_.model.weights().own();

@@ -121,6 +121,27 @@ ordered_json moment_records(const std::vector<TelemetryReport::Moment>& moments,
   return records;
 }
 
+// By kind of parameter: in every block a number of each of its matrices, none of a frozen one.
+ordered_json update_records(const std::vector<TelemetryReport::Update>& updates, const ParameterTable& table) {
+  ordered_json records = ordered_json::object();
+  for (const TelemetryReport::Update& update : updates) {
+    records[std::string(kind_of(table.all[update.parameter].name))] = ordered_json::object();
+  }
+  auto next = updates.begin();
+  for (size_t i = 0; i < table.all.size(); ++i) {
+    const auto record = records.find(std::string(kind_of(table.all[i].name)));
+    if (record == records.end()) continue;
+    ordered_json rms = ordered_json::array(), singular_values = ordered_json::array();
+    for (; next != updates.end() && next->parameter == i; ++next) {
+      rms.push_back(rounded(next->rms));
+      singular_values.push_back(rounded(next->singular_value));
+    }
+    (*record)["rms"].push_back(std::move(rms));
+    (*record)["singular_value"].push_back(std::move(singular_values));
+  }
+  return records;
+}
+
 // A fresh router may be far from balance for some tens of steps.
 constexpr int kStepsOfCollapse = 50;
 
@@ -172,34 +193,45 @@ std::vector<ordered_json> telemetry_records(const TelemetryReport& report, int64
   if (!moments.empty()) {
     records.push_back({{"kind", "moments"}, {"step", step}, {"parameters", std::move(moments)}});
   }
+  if (!report.updates.empty()) {
+    records.push_back({{"kind", "updates"}, {"step", step}, {"parameters", update_records(report.updates, table)}});
+  }
   return records;
 }
 
 TelemetryReport PendingTelemetry::wait() {
-  if (tensors_) {
-    std::memcpy(report_.tensors.data(), tensors_->wait(), report_.tensors.size() * sizeof(QuantizationTotals));
+  if (tensors) {
+    std::memcpy(report.tensors.data(), tensors->wait(), report.tensors.size() * sizeof(QuantizationTotals));
   }
-  if (attention_) {
-    std::memcpy(report_.attention.data(), attention_->wait(), report_.attention.size() * sizeof(AttentionTotals));
+  if (attention) {
+    std::memcpy(report.attention.data(), attention->wait(), report.attention.size() * sizeof(AttentionTotals));
   }
-  if (counts_) {
-    const auto* counts = static_cast<const int32_t*>(counts_->wait());
-    const auto* amax = static_cast<const float*>(amax_->wait());
-    for (TelemetryReport::Moment& moment : report_.moments) {
-      std::copy_n(counts, kNumMomentExponents, moment.counts.begin());
-      moment.smallest_amax = amax[0];
-      moment.largest_amax = amax[1];
-      counts += kNumMomentExponents;
-      amax += 2;
+  if (counts) {
+    const auto* of_moment = static_cast<const int32_t*>(counts->wait());
+    const auto* range = static_cast<const float*>(amax->wait());
+    for (TelemetryReport::Moment& moment : report.moments) {
+      std::copy_n(of_moment, kNumMomentExponents, moment.counts.begin());
+      moment.smallest_amax = range[0];
+      moment.largest_amax = range[1];
+      of_moment += kNumMomentExponents;
+      range += 2;
     }
   }
-  return std::move(report_);
+  if (sums) {
+    const auto* of_matrix = static_cast<const float*>(sums->wait());
+    for (const MatrixUpdates::Matrix& matrix : matrices) {
+      report.updates.push_back({matrix.parameter, matrix.rms(of_matrix), matrix.singular_value(of_matrix)});
+      of_matrix += MatrixUpdates::kSums;
+    }
+  }
+  return std::move(report);
 }
 
-Telemetry::Telemetry(const Config& config, Model& model, const Optimizer& optimizer, MemoryPlan& plan)
+Telemetry::Telemetry(const Config& config, Model& model, Optimizer& optimizer, MemoryPlan& plan)
     : interval_(config.telemetry.interval),
       tokens_(std::min(config.micro_batch_shape().num_tokens(), kTelemetryRows)) {
   model.declare_telemetry(plan);
+  optimizer.matrices().declare_telemetry(plan);
   if (config.optimizer.states != StateFormat::kFp8Expanded) return;
   for (size_t i = 0; i < optimizer.parameters().size(); ++i) {
     for (size_t k = 0; k < optimizer.kinds(i).size(); ++k) {
@@ -227,8 +259,6 @@ PendingTelemetry Telemetry::queue(Device& device, const Model& model, const Opti
   if (!tensors.empty()) report.tensors.resize(static_cast<size_t>(tensors.dim[0]));
   const TensorView attention = model.attention_telemetry();
   report.attention.resize(static_cast<size_t>(attention.dim[0]));
-  if (counts_.empty()) return {std::move(report), read(tensors), read(attention), nullptr, nullptr};
-
   for (int64_t i = 0; i < counts_.dim[0]; ++i) {
     const auto [parameter, kind] = moments_[static_cast<size_t>(i)];
     report.moments.push_back({.parameter = parameter, .name = std::string(optimizer.kinds(parameter)[kind].name)});
@@ -236,7 +266,9 @@ PendingTelemetry Telemetry::queue(Device& device, const Model& model, const Opti
                                .counts = counts_.rows(i, 1).reshaped({kNumMomentExponents}),
                                .amax = amax_.rows(i, 1).reshaped({2})});
   }
-  return {std::move(report), read(tensors), read(attention), read(counts_), read(amax_)};
+  const MatrixUpdates& updates = optimizer.matrices();
+  return {std::move(report), updates.measured(), read(tensors),       read(attention),
+          read(counts_),     read(amax_),        read(updates.sums())};
 }
 
 BlockWatch BlockWatch::of_attention(const Config& config) {

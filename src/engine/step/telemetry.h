@@ -27,46 +27,44 @@ struct TelemetryReport {
     std::array<int32_t, kNumMomentExponents> counts = {};  // as moment_statistics leaves them
     float smallest_amax = 0, largest_amax = 0;
   };
+  struct Update {
+    size_t parameter;
+    double rms, singular_value;
+  };
   int64_t tokens = 0;  // of the micro-batch that activations and gradients were sampled from
   std::vector<QuantizationTotals>
       tensors;                             // [blocks][kNumQuantizedTensors], no elements where not in FP8; or empty
   std::vector<AttentionTotals> attention;  // [blocks]
   std::vector<Moment> moments;             // those with range expansion, in the order of parameters
+  std::vector<Update> updates;             // of matrices that Muon updates, in the order of parameters
 };
 
 // How far the score gradients of a row of a block's attention are from adding up to zero, relative to the products
 // that delta sums: the relative error of attention's output. 0 where all sums are 0, NaN without a finite row.
 double imbalance(const AttentionTotals& totals);
 
-// The report as records for the metrics, one "attention", and at most one "quantization" and one "moments".
+// The report as records for the metrics, one "attention", and at most one of "quantization", "moments" and
+// "updates".
 std::vector<ordered_json> telemetry_records(const TelemetryReport& report, int64_t step,
                                             const ParameterTable& table);
 // What routers did in that step, in a record "routing".
 ordered_json routing_record(const std::vector<ExpertUse>& blocks, int64_t step);
 
 // A report on its way to the host.
-class PendingTelemetry {
- public:
-  PendingTelemetry(TelemetryReport report, std::unique_ptr<HostRead> tensors, std::unique_ptr<HostRead> attention,
-                   std::unique_ptr<HostRead> counts, std::unique_ptr<HostRead> amax)
-      : report_(std::move(report)),
-        tensors_(std::move(tensors)),
-        attention_(std::move(attention)),
-        counts_(std::move(counts)),
-        amax_(std::move(amax)) {}
+struct PendingTelemetry {
+  TelemetryReport report;                                            // sized, without numbers
+  std::vector<MatrixUpdates::Matrix> matrices;                       // of its updates
+  std::unique_ptr<HostRead> tensors, attention, counts, amax, sums;  // null where there is nothing to read
+
   // Waits for the report and for nothing queued after it.
   TelemetryReport wait();
-
- private:
-  TelemetryReport report_;  // sized, without numbers
-  std::unique_ptr<HostRead> tensors_, attention_, counts_, amax_;
 };
 
 // Takes reports of a run at every telemetry.interval steps.
 class Telemetry {
  public:
   // Declares what it and the model need in category "telemetry".
-  Telemetry(const Config& config, Model& model, const Optimizer& optimizer, MemoryPlan& plan);
+  Telemetry(const Config& config, Model& model, Optimizer& optimizer, MemoryPlan& plan);
   void bind(const Arena& arena);
 
   bool is_due(int64_t step) const { return step % interval_ == 0; }

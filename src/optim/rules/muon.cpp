@@ -8,6 +8,9 @@
 #include <utility>
 
 #include "core/error.h"
+#include "core/philox.h"
+#include "kernels/ops/gemm/gemm.h"
+#include "kernels/ops/optimizer/grad_norm.h"
 #include "kernels/ops/optimizer/muon.h"
 #include "optim/rules/update_rule.h"
 
@@ -32,6 +35,9 @@ double cost_of(const ParameterInfo& p) {
   }
   return cost;
 }
+
+// The RMS of AdamW's updates is about 0.2, and that of an orthogonal matrix 1 / sqrt(max(m, n)).
+double update_scale(int64_t m, int64_t n) { return 0.2 * std::sqrt(static_cast<double>(std::max(m, n))); }
 
 // True if its matrices have one shape, so that those of several such parameters can be one batch.
 bool are_alike(const ParameterInfo& p) {
@@ -115,6 +121,8 @@ const ParameterInfo& MatrixUpdates::first_of(const UpdateGroup& group) const {
 
 void MatrixUpdates::bind(const Arena& arena) {
   if (!pieces_id_.valid()) return;
+  sums_ = arena[sums_id_];
+  vectors_ = arena[vectors_id_];
   pieces_ = arena[pieces_id_];
   if (whole_id_.valid()) whole_ = arena[whole_id_];
   other_ = arena[other_id_];
@@ -165,8 +173,7 @@ void MatrixUpdates::orthogonalize(Device& device, const TensorView& matrices) co
   const int64_t count = matrices.dim[0], m = matrices.dim[1], n = matrices.dim[2], r = std::min(m, n);
   const auto given = newton_schulz_steps(config_.orthogonalization);
   std::vector<NewtonSchulzStep> steps(given.begin(), given.end());
-  // The RMS of AdamW's updates is about 0.2, and that of an orthogonal matrix 1 / sqrt(max(m, n)).
-  const auto scale = static_cast<float>(0.2 * std::sqrt(static_cast<double>(std::max(m, n))));
+  const auto scale = static_cast<float>(update_scale(m, n));
   for (float* const factor : {&steps.back().a, &steps.back().b, &steps.back().c}) *factor *= scale;
   const auto square = [&](const TensorView& buffer) {
     return buffer.rows(0, count * r * r).reshaped({count, r, r});
@@ -177,6 +184,75 @@ void MatrixUpdates::orthogonalize(Device& device, const TensorView& matrices) co
                                 .polynomial = square(polynomial_),
                                 .steps = steps,
                                 .safety = orthogonalization_safety(config_.orthogonalization)});
+}
+
+double MatrixUpdates::Matrix::rms(const float* sums) const {
+  return std::sqrt(double{sums[0]} / static_cast<double>(m * n));
+}
+
+double MatrixUpdates::Matrix::singular_value(const float* sums) const {
+  return std::sqrt(double{sums[2]} / double{sums[1]}) / update_scale(m, n);
+}
+
+void MatrixUpdates::declare_telemetry(MemoryPlan& plan) {
+  int64_t longest = 0;
+  for (size_t i = 0; i < parameters_.size(); ++i) {
+    const ParameterInfo& p = parameters_[i];
+    is_first_of_experts_ &= p.placement.expert_place == 0;
+    if (!p.trainable || rule_of(config_, p) != UpdateRule::kMuon) continue;
+    for (int64_t place = 0; place < p.placement.expert_places; ++place) {
+      for (const int64_t m : matrix_rows(p)) measured_.push_back({i, m, p.cols});
+    }
+    longest = std::max({longest, p.rows, p.cols});
+  }
+  if (measured_.empty()) return;
+  sums_id_ = plan.add("telemetry", "update_sums", DType::kF32, {std::ssize(measured_), kSums});
+  vectors_id_ =
+      plan.add("telemetry", "update_vectors", DType::kBF16, {3, ceil_div(longest, kMomentGroup) * kMomentGroup});
+}
+
+// The power method begins with a vector of random signs, which no matrix is orthogonal to.
+void MatrixUpdates::begin_telemetry(Device& device, bool measures) {
+  measures_ = measures && !sums_.empty();
+  if (!measures_) return;
+  device.fill_zero(sums_.data, sums_.bytes());
+  std::vector<BFloat16> signs(static_cast<size_t>(vectors_.dim[1]));
+  for (size_t i = 0; i < signs.size(); ++i) signs[i] = encode_bf16(philox4x32(0, 0, i)[0] % 2 == 0 ? 1.0f : -1.0f);
+  device.copy_to_device(vectors_.data, signs.data(), vectors_.rows(0, 1).bytes());
+}
+
+// Ranks that have the whole of a matrix, because they divide experts alone, have it in their sum once.
+void MatrixUpdates::measure(Device& device, const UpdateGroup& group) const {
+  if (!measures_) return;
+  const Directions d = directions(group);
+  for (int64_t row = 0; row < d.whole.dim[0]; ++row) {
+    const Shard& states = first_of(group).placement.states;
+    const size_t i = group.owned[static_cast<size_t>(row * states.size + states.rank)];
+    if (i == UpdateGroup::kNone) continue;
+    const ParameterInfo& p = parameters_[i];
+    if (states.size == 1 && !p.placement.is_by_expert() && !is_first_of_experts_) continue;
+    const auto first = std::ranges::lower_bound(measured_, i, {}, &Matrix::parameter) - measured_.begin();
+    int64_t at = first + p.placement.expert_place * std::ssize(matrix_rows(p)), begin = 0;
+    const TensorView parameter = d.whole.rows(row, 1).reshaped({d.whole.numel() / d.whole.dim[0]});
+    for (const int64_t m : matrix_rows(p)) {
+      measure(device, parameter.rows(begin, m * p.cols).reshaped({m, p.cols}),
+              sums_.rows(at++, 1).reshaped({kSums}));
+      begin += m * p.cols;
+    }
+  }
+}
+
+// Two steps of the power method, u = O v and v = O^T u: |v| / |u| is at most the largest singular value.
+void MatrixUpdates::measure(Device& device, const TensorView& matrix, const TensorView& sums) const {
+  const auto vector = [&](int64_t i, int64_t count) {
+    return vectors_.rows(i, 1).reshaped({vectors_.dim[1]}).rows(0, count).reshaped({1, count});
+  };
+  const TensorView signs = vector(0, matrix.dim[1]), u = vector(1, matrix.dim[0]), v = vector(2, matrix.dim[1]);
+  for (const TensorView& from : {signs, v}) {
+    gemm(device, {.a = from, .b = matrix, .out = u});
+    gemm(device, {.a = u, .b = matrix, .b_transposed = true, .out = v});
+  }
+  sum_of_squares(device, {.parts = {matrix, u, v}, .partial = sums.rows(0, 3), .result = sums.rows(3, 1)});
 }
 
 void muon_momentum(Device& device, const RuleStep& s, const TensorView& direction) {

@@ -47,7 +47,28 @@ class MatrixUpdates {
   // Orthogonalizes `whole`, each of a parameter's matrices apart, and scales it.
   void orthogonalize(Device& device, const UpdateGroup& group) const;
 
+  // ---- Telemetry ----
+
+  // A matrix [m, n] of a parameter; of experts those of all ranks. From its sums, |O|^2, |u|^2 and |v|^2 of
+  // measure(): the root mean square of its update O, and a lower bound of the largest singular value before the
+  // scale.
+  struct Matrix {
+    size_t parameter;
+    int64_t m, n;
+    double rms(const float* sums) const;
+    double singular_value(const float* sums) const;
+  };
+  static constexpr int64_t kSums = 4;  // the last one has no meaning
+  void declare_telemetry(MemoryPlan& plan);
+  const std::vector<Matrix>& measured() const { return measured_; }
+  // From now on measure() leaves the sums of what orthogonalize() made, or does nothing.
+  void begin_telemetry(Device& device, bool measures);
+  void measure(Device& device, const UpdateGroup& group) const;
+  // [measured(), kSums] fp32, zeros for matrices of other ranks; empty where nothing is measured.
+  TensorView sums() const { return measures_ ? sums_ : TensorView(); }
+
  private:
+  void measure(Device& device, const TensorView& matrix, const TensorView& sums) const;
   const ParameterInfo& first_of(const UpdateGroup& group) const;
   void add_groups(std::vector<size_t> alike, std::vector<double>& costs);
   void orthogonalize(Device& device, const TensorView& matrices) const;
@@ -57,6 +78,10 @@ class MatrixUpdates {
   std::vector<UpdateGroup> groups_;
   TensorId pieces_id_, whole_id_, other_id_, gram_id_, polynomial_id_;
   TensorView pieces_, whole_, other_, gram_, polynomial_;
+  std::vector<Matrix> measured_;  // with telemetry: in the order of parameters
+  bool measures_ = false, is_first_of_experts_ = true;
+  TensorId sums_id_, vectors_id_;
+  TensorView sums_, vectors_;
 };
 
 }  // namespace parka
