@@ -45,26 +45,22 @@ struct Shard {
   bool operator==(const Shard&) const = default;
 };
 
-// ZeRO divides these over the ranks of a run; each rank holds the rest whole.
+// The ranks of a run, and what ZeRO divides over those of a Peers::kShard group; each rank holds the rest whole.
 struct Zero {
   int64_t stage = 0;  // 0: nothing; 1: masters and moments; 2: and gradients; 3: and weights
-  Shard shard = {};   // of one rank at stage 0
-  // Ranks that divide experts (Peers::kExpert): which of them this one is, and their number.
-  int64_t expert_place = 0, expert_places = 1;
+  Mesh mesh = {};
 
-  bool shards_states() const { return shard.size > 1 && stage >= 1; }
-  bool shards_gradients() const { return shard.size > 1 && stage >= 2; }
-  bool shards_weights() const { return shard.size > 1 && stage >= 3; }
-  // Those of the ranks that have the same experts.
-  Shard shard_of_experts() const {
-    return shard.size == 1 ? shard : Shard{shard.rank / expert_places, shard.size / expert_places};
-  }
-  bool operator==(const Zero&) const = default;
+  Shard shard() const { return stage == 0 ? Shard{} : shard_among(Peers::kShard); }
+  // That of the ranks that have the same experts.
+  Shard shard_of_experts() const { return stage == 0 ? Shard{} : shard_among(Peers::kExpertShard); }
+  bool shards_states() const { return stage >= 1 && mesh.size(Peers::kShard) > 1; }
+  bool shards_gradients() const { return stage >= 2 && mesh.size(Peers::kShard) > 1; }
+  bool shards_weights() const { return stage >= 3 && mesh.size(Peers::kShard) > 1; }
+  int64_t expert_places() const { return mesh.size(Peers::kExpert); }
+
+ private:
+  Shard shard_among(Peers peers) const { return {mesh.place(peers), mesh.size(peers)}; }
 };
-
-inline Zero make_zero(int64_t stage, int64_t rank, int64_t size, int64_t expert_places = 1) {
-  return {stage, stage == 0 ? Shard{} : Shard{rank, size}, rank % expert_places, expert_places};
-}
 
 // Where a parameter lives: the memory of its weight, and the ranks over which each of its tensors is divided. They
 // are those of Peers::kShard, and of experts that ranks divide Peers::kExpertShard.

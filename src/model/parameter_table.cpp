@@ -165,7 +165,7 @@ ParameterTable ParameterTable::placed(const Zero& zero, MemoryPlace linear_weigh
   for (ParameterInfo& p : all) {
     const bool is_of_block = p.unit > 0 && p.unit < head_unit(), is_expert = p.role == ParameterRole::kExperts;
     const auto divided = [&](bool is_divided) {
-      return !is_divided ? Shard{} : is_expert ? zero.shard_of_experts() : zero.shard;
+      return !is_divided ? Shard{} : is_expert ? zero.shard_of_experts() : zero.shard();
     };
     const bool may_move = p.role == ParameterRole::kLinear && p.quantized_forward;
     p.placement = {.memory = may_move ? linear_weights : MemoryPlace::kDevice,
@@ -173,11 +173,11 @@ ParameterTable ParameterTable::placed(const Zero& zero, MemoryPlace linear_weigh
                    .gradient = divided(zero.shards_gradients()),
                    .states = divided(zero.shards_states())};
     if (!is_expert) continue;
-    p.placement.expert_place = zero.expert_place;
-    p.placement.expert_places = zero.expert_places;
-    p.rows /= zero.expert_places;
-    p.num_stacked /= zero.expert_places;
-    p.fused_rows.resize(p.fused_rows.size() / static_cast<size_t>(zero.expert_places));
+    p.placement.expert_place = zero.mesh.place(Peers::kExpert);
+    p.placement.expert_places = zero.expert_places();
+    p.rows /= zero.expert_places();
+    p.num_stacked /= zero.expert_places();
+    p.fused_rows.resize(p.fused_rows.size() / static_cast<size_t>(zero.expert_places()));
   }
   return std::move(*this);
 }

@@ -106,6 +106,11 @@ void Optimizer::declare_gradients(MemoryPlan& plan) {
   }
 }
 
+size_t Optimizer::gradient_buffer(size_t i) const {
+  if (parameters_[i].role == ParameterRole::kTiedEmbedding) return kGradientBuffers - 1;
+  return static_cast<size_t>(parameters_[i].unit) % (releases_gradients() && is_alone_ ? 1 : 2);
+}
+
 // One unit's gradients after another in a buffer, each aligned as one that has a buffer of its own: kernels choose
 // by it.
 void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
@@ -116,7 +121,7 @@ void Optimizer::declare_gradient_buffers(MemoryPlan& plan) {
   for (const size_t i : memory_order(parameters_)) {
     if (std::exchange(unit, parameters_[i].unit) != parameters_[i].unit)
       std::fill(std::begin(ends), std::end(ends), 0);
-    const size_t buffer = buffer_of(parameters_[i]);
+    const size_t buffer = gradient_buffer(i);
     buffer_offsets_[i] = ends[buffer];
     if (!parameters_[i].trainable) continue;
     sizes[buffer] =
@@ -232,7 +237,7 @@ void Optimizer::bind(const Arena& arena, std::vector<TensorView> weights, const 
     const int64_t piece = states.piece(p.numel()), padded = states.padded(p.numel());
     const TensorView kept = arena[ids_[i].gradient];
     const TensorView whole =
-        shares_gradient_buffers() ? arena[buffer_ids_[buffer_of(p)]].rows(buffer_offsets_[i], padded) : kept;
+        shares_gradient_buffers() ? arena[buffer_ids_[gradient_buffer(i)]].rows(buffer_offsets_[i], padded) : kept;
     const bool is_apart = shards_gradients_ && !releases_gradients();
     const TensorView own = is_apart ? kept : whole.rows(states.rank * piece, piece);
     gradients_.push_back(whole.rows(0, p.numel()).reshaped({p.rows, p.cols}));

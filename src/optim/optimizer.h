@@ -99,6 +99,8 @@ class Optimizer {
   const std::vector<TensorView>& gradients() const { return gradients_; }
   // True if units share them (core/memory/unit_buffers.h).
   bool shares_gradient_buffers() const { return releases_gradients() || shards_gradients_; }
+  // Which of kGradientBuffers has that of parameter i then.
+  size_t gradient_buffer(size_t i) const;
   // True if ranks keep pieces of them.
   bool shards_gradients() const { return shards_gradients_; }
   bool releases_gradients() const { return config_.release_gradients; }
@@ -197,9 +199,6 @@ class Optimizer {
   void clear_amax(Device& device, size_t begin, size_t end) const;
   // The parameters of a unit, or all: [begin, end).
   std::pair<size_t, size_t> range_of(int unit) const;
-  size_t buffer_of(const ParameterInfo& parameter) const {
-    return gradient_buffer_of(parameter, releases_gradients() && is_alone_ ? 1 : 2);
-  }
   MomentIds declare_state(const ParameterInfo& parameter, const StateKind& kind, MemoryPlan& plan) const;
   void declare_gradients(MemoryPlan& plan);
   void declare_gradient_buffers(MemoryPlan& plan);

@@ -658,7 +658,7 @@ TEST_CASE("transposed codes that are gathered fit into the exchange buffer where
   config.precision.weight_copies = WeightCopies::kBoth;
   config.finetune.method = FinetuneMethod::kLora;
   config.finetune.rank = 1;
-  const Zero zero = make_zero(3, 0, 2);
+  const Zero zero = zero_of(config, 0, 2);
   const DeclaredRun declared(config, DeviceKind::kCuda, zero);
   REQUIRE(declared.model.weights().has_pieces_for_backward(1));
   CHECK_FALSE(record_step(config, 2).parts.empty());  // the communicator refuses what does not fit

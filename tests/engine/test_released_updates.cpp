@@ -296,7 +296,7 @@ TEST_CASE("released gradients take the buffers of two units, or on one rank of o
       std::vector<int64_t> sizes(kGradientBuffers), units(static_cast<size_t>(config.model.num_layers) + 2);
       for (const ParameterInfo& p : make_parameter_table(config.model, false).all) {
         int64_t& unit = units[static_cast<size_t>(p.unit)];
-        unit += zero.shard.padded(p.numel());
+        unit += zero.shard().padded(p.numel());
         const bool is_tied = p.role == ParameterRole::kTiedEmbedding;
         int64_t& size = sizes[static_cast<size_t>(is_tied ? 2 : p.unit % ranks)];
         size = std::max(size, unit);

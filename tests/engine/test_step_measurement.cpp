@@ -285,3 +285,18 @@ TEST_CASE("a measurement of another config or of several GPUs is refused", "[eng
   }
   CHECK(refusal([&] { require_measurement_of(four, one.config, 2); }).find("--gpus 4") != std::string::npos);
 }
+
+TEST_CASE("a prediction divides the ranks as the run does", "[engine][step model][moe]") {
+  json config = measured_config();
+  config["model"].update({{"d_ffn", 64}, {"moe", {{"num_experts", 8}, {"experts_per_token", 2}}}});
+  const StepMeasurement one = Written(measurement(by_work, config)).read();
+  // Of all states each rank has its experts' and all others: four ranks have copies, wherever the shards' ends are.
+  Config divided = one.config;
+  divided.training.global_batch_size = 16;
+  divided.distributed.expert_parallel = 2;
+  const double seconds = predict_step_by(one, divided, kLinks, 8).communication_seconds;
+  divided.distributed.shard_size = 4;
+  CHECK(predict_step_by(one, divided, kLinks, 8).communication_seconds == seconds);
+  divided.distributed.zero_stage = 1;
+  CHECK(predict_step_by(one, divided, kLinks, 8).communication_seconds != seconds);
+}

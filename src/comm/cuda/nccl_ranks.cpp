@@ -96,8 +96,6 @@ class NcclCommunicator final : public Communicator, private CollectiveProbe {
 
  private:
   static constexpr size_t kRemembered = 256;
-  static constexpr Peers kGroups[] = {Peers::kShard, Peers::kReplicate, Peers::kContext, Peers::kExpert,
-                                      Peers::kExpertShard};
 
   void connect();
   void divided() override;
@@ -192,9 +190,8 @@ void NcclCommunicator::connect() {
 void NcclCommunicator::divided() {
   watchdog_.probe(nullptr);  // its thread uses the communicators
   const ncclComm_t all = group(Peers::kAll).comm;
-  for (const Peers peers : kGroups) {
-    if (size_of(peers) == 1 || size_of(peers) == size()) continue;
-    if (peers == Peers::kExpertShard && size_of(Peers::kExpert) == 1) continue;  // all have the same experts
+  for (const Peers peers : kAllPeers) {
+    if (!mesh().is_group(peers)) continue;
     ncclConfig_t config = communicator_config();
     // The lowest rank among the peers numbers them.
     check_nccl(ncclCommSplit(all, rank_at(peers, 0), place_in(peers), &group(peers).comm, &config), "groups");

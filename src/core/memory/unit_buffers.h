@@ -28,11 +28,8 @@ inline size_t gather_buffer_of(int unit) { return static_cast<size_t>(unit % kGa
 
 // Whole gradients before they are reduced (stages 2 and 3), or weights are updated with them
 // (optimizer.release_gradients). The gradient of a tied embedding is open from the head to the end of backward,
-// beside those of all other units: it has a buffer of its own. The others take as many `in_turn`: one where a rank
-// without others releases them, as nothing goes on with a unit's then while the next computes.
+// beside those of all other units: it has the last buffer. The others take two in turn, or one where a rank without
+// others releases them, as nothing goes on with a unit's then while the next computes.
 inline constexpr size_t kGradientBuffers = 3;
-inline size_t gradient_buffer_of(const ParameterInfo& parameter, size_t in_turn = 2) {
-  return parameter.role == ParameterRole::kTiedEmbedding ? 2 : static_cast<size_t>(parameter.unit) % in_turn;
-}
 
 }  // namespace parka

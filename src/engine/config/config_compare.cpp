@@ -58,7 +58,7 @@ Config canonical(const Config& config) {
   if (c.model.init != InitKind::kNormal) c.model.init_std = defaults.model.init_std;
   keep_used_keys(c);
   // The value on several GPUs: one has nothing to divide.
-  c.precision.weight_copies = kept_copies(c.precision, make_zero(c.distributed.zero_stage, 0, 2), c.finetune.base);
+  c.precision.weight_copies = kept_copies(c.precision, {c.distributed.zero_stage, Mesh(0, 2)}, c.finetune.base);
   c.precision.sampled_amax = Formats(c.precision).samples_gradient_amax;
   for (std::string& file : c.data.train) file = std::filesystem::path(file).filename().string();
   if (!c.data.weights.empty()) c.data.weights = Mixture(c.data.weights).parts();

@@ -1,7 +1,6 @@
 #include "engine/planning/memory_advice.h"
 
 #include <algorithm>
-#include <array>
 #include <map>
 #include <utility>
 
@@ -294,11 +293,8 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
 }
 
 int64_t group_bytes(const Config& config, int64_t num_gpus) {
-  const Zero zero = zero_of(config, 0, num_gpus);
-  const int64_t places = zero.expert_places, shards = std::max(zero.shard.size, places);  // as BoundRun divides
-  const std::array<int64_t, 5> sizes = {shards, num_gpus / shards, config.distributed.context_parallel, places,
-                                        places > 1 ? shards / places : 1};
-  return kNcclGroupBytes * std::ranges::count_if(sizes, [&](int64_t size) { return size > 1 && size < num_gpus; });
+  const Mesh mesh = zero_of(config, 0, num_gpus).mesh;
+  return kNcclGroupBytes * std::ranges::count_if(kAllPeers, [&](Peers peers) { return mesh.is_group(peers); });
 }
 
 GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
@@ -306,7 +302,7 @@ GpuPlan plan_for_gpus(const Config& config, int64_t num_gpus) {
   const DeclaredRun run(config, DeviceKind::kCuda, zero);
   Config whole = config;
   whole.distributed.context_parallel = 1;
-  const DeclaredRun alone(whole, DeviceKind::kCuda);
+  const DeclaredRun alone(whole, DeviceKind::kCuda, {0, Mesh(0, static_cast<int>(num_gpus))});
   std::map<std::string, int64_t> unsharded;
   for (const MemoryPlan::CategoryTotal& total : alone.plan.summary()) unsharded[total.category] = total.bytes;
   GpuPlan result;

@@ -17,6 +17,7 @@
 #include "engine/config/config_checks.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
+#include "engine/step/declared_run.h"
 #include "engine/step/parameter_exchange.h"
 #include "kernels/device/recording_device.h"
 #include "kernels/ops/attention/rope.h"
@@ -461,12 +462,7 @@ StepPrediction predict_step_by(const StepMeasurement& one, const Config& config,
                                int64_t num_gpus) {
   const WorkSeconds work = measured_work(one);
   require_same_speed(one, config, SpeedOf::kOneGpu);
-  const auto gpus = static_cast<int>(num_gpus), shard_size = static_cast<int>(config.distributed.shard_size);
-  const auto expert_size = static_cast<int>(config.distributed.expert_parallel);
-  const int all =
-      config.distributed.zero_stage == 0 && expert_size > 1 ? expert_size : gpus;  // as BoundRun divides
-  const Mesh mesh(0, gpus, shard_size == 0 ? all : shard_size,
-                  static_cast<int>(config.distributed.context_parallel), expert_size);
+  const Mesh mesh = zero_of(config, 0, num_gpus).mesh;
   return predict_step(record_step(config, num_gpus, one.one_kernel()), work, links, mesh);
 }
 

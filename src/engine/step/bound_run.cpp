@@ -37,18 +37,11 @@ BoundRun::BoundRun(const Config& config, const Zero& zero, DeclaredRun& declared
   communicator.set_exchange_buffer(arena_[declared_.exchange_buffer]);
   declared_.model.bind(device, arena_);
   declared_.optimizer.bind(arena_, declared_.model.weights().own(), declared_.model.weights().amax());
-  const int64_t context_size = config_.distributed.context_parallel;
-  const auto expert_size = static_cast<int>(zero.expert_places);
-  if (zero.shards_states() || context_size > 1 || expert_size > 1) {
-    // Where nothing is divided flat, the ranks that divide the experts are those whose pieces differ.
-    const int size = communicator.size(), alone = expert_size > 1 ? expert_size : size;
-    const int shard_size = zero.shards_states() ? static_cast<int>(zero.shard.size) : alone;
-    communicator.divide({communicator.rank(), size, shard_size, static_cast<int>(context_size), expert_size});
-  }
-  if (context_size > 1) {
+  if (zero.mesh != communicator.mesh()) communicator.divide(zero.mesh);
+  if (zero.mesh.size(Peers::kContext) > 1) {
     declared_.model.set_context(&context_.emplace(communicator, Peers::kContext, "exchanged sequences"));
   }
-  if (expert_size > 1) {
+  if (zero.mesh.size(Peers::kExpert) > 1) {
     declared_.model.set_experts(&experts_.emplace(communicator, Peers::kExpert, "tokens of experts"));
   }
   if (communicator.size() > 1 || declared_.model.weights().has_host_parts()) {

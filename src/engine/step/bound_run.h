@@ -59,8 +59,7 @@ class ReleasedUpdates final : public UnitHooks {
 class BoundRun {
  public:
   // Binds the run to the arena, and gives workspace and exchange buffer to device and communicator. Divides the
-  // communicator's ranks as `zero`, zero_of() this rank, and distributed.context_parallel say. All arguments must
-  // outlive the queue.
+  // communicator's ranks as `zero`, zero_of() this rank, says. All arguments must outlive the queue.
   BoundRun(const Config& config, const Zero& zero, DeclaredRun& declared, const Arena& arena, Device& device,
            Communicator& communicator);
   BoundRun(const BoundRun&) = delete;

@@ -60,8 +60,13 @@ Zero zero_of(const Config& config, int64_t rank, int64_t size) {
         group, size);
   }
   require_expert_groups(config, size, group);
-  const Zero zero =
-      make_zero(config.distributed.zero_stage, rank % group, group, config.distributed.expert_parallel);
+  // Where nothing is divided flat, the ranks that divide the experts are those whose pieces differ.
+  const int64_t stage = group == 1 ? 0 : config.distributed.zero_stage,
+                experts = config.distributed.expert_parallel;
+  const int64_t shards = stage > 0 ? group : experts > 1 ? experts : size;
+  const Zero zero = {stage,
+                     {static_cast<int>(rank), static_cast<int>(size), static_cast<int>(shards),
+                      static_cast<int>(config.distributed.context_parallel), static_cast<int>(experts)}};
   if (config.finetune.base != BaseFormat::kCompute && zero.shards_weights()) {
     throw_bad_input(
         "finetune.base = {} keeps all codes on every rank, and distributed.zero_stage = 3 divides weights; use "
@@ -93,14 +98,12 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
     : model(config.model, config.precision, config.optimizer.decay_embeddings, config.micro_batch_shape(),
             config.training.logits_chunk_tokens, Model::Use::kTraining, zero, plan, config.parameter_rules()),
       optimizer(config.optimizer, config.precision.compute, model.parameters().all, plan,
-                /*is_alone=*/config.training.global_batch_size == config.training.micro_batch_size &&
-                    config.distributed.context_parallel == 1,
-                StateStream::kPartElements,
+                /*is_alone=*/zero.mesh.size(Peers::kAll) == 1, StateStream::kPartElements,
                 config.optimizer.release_gradients ? kStep | kUpdate : PhaseMask{kUpdate}, model.num_sums()),
       checks(config.reliability, model.parameters().all.size(), plan) {
   if (config.telemetry.interval > 0) telemetry.emplace(config, model, optimizer, plan);
   if (workspace_bytes > 0) workspace = plan.add(kWorkspaceCategory, "op_workspace", DType::kU8, {workspace_bytes});
-  const bool divides_experts = zero.expert_places > 1;
+  const bool divides_experts = zero.expert_places() > 1;
   if (device == DeviceKind::kCuda && (zero.shards_gradients() || divides_experts)) {
     // For what other ranks have of all gradients of a unit, so that none has to wait for the sum of another.
     std::vector<int64_t> of_units(static_cast<size_t>(model.parameters().num_units()));
@@ -110,7 +113,7 @@ DeclaredRun::DeclaredRun(const Config& config, DeviceKind device, const Zero& ze
           p.placement.gradient.padded(p.numel()) - p.placement.gradient.piece(p.numel());
     }
     // And for what others' experts have made of this rank's tokens.
-    const int64_t of_tokens = divides_experts ? (zero.expert_places - 1) * model.shape().num_tokens() *
+    const int64_t of_tokens = divides_experts ? (zero.expert_places() - 1) * model.shape().num_tokens() *
                                                     config.model.d_model * size_of(config.precision.compute)
                                               : 0;
     const int64_t largest =

@@ -13,8 +13,9 @@
 
 namespace parka {
 
-// The share of a rank of a run of `size`. Throws Error(kBadInput) where distributed.shard_size, context_parallel or
-// expert_parallel, or released gradients do not go with that number of ranks.
+// How a run of `size` ranks divides them, and what they divide, for one of them. Throws Error(kBadInput) where
+// distributed.shard_size, context_parallel or expert_parallel, or released gradients do not go with that number of
+// ranks.
 Zero zero_of(const Config& config, int64_t rank, int64_t size);
 
 // Model and optimizer of a config with all their tensors declared; nothing is allocated. The output of `parka plan`

@@ -104,11 +104,10 @@ void ParameterExchange::before_backward(Device& device, int unit) {
     for (int last = unit - 1; last >= first; --last) prefetch(device, last, Pass::kBackward);
   }
   if (!optimizer_.shares_gradient_buffers()) return;
-  const std::vector<ParameterInfo>& parameters = model_.parameters().all;
   const std::vector<int> opened = opened_by(unit);
   uint64_t last_read = 0;
   for (int parameter : opened) {
-    last_read = std::max(last_read, reduced_[gradient_buffer_of(parameters[static_cast<size_t>(parameter)])]);
+    last_read = std::max(last_read, reduced_[optimizer_.gradient_buffer(static_cast<size_t>(parameter))]);
   }
   wait(device, last_read, "buffer for gradients");
   for (int parameter : opened) optimizer_.open_gradient(device, static_cast<size_t>(parameter));
@@ -132,7 +131,7 @@ void ParameterExchange::after_backward(Device& device, int unit) {
   for (int parameter : table.trained(unit)) {
     const auto i = static_cast<size_t>(parameter);
     const Optimizer::GradientPieces& gradient = optimizer_.gradient_pieces(i);
-    uint64_t& reduced = reduced_[gradient_buffer_of(table.all[i])];
+    uint64_t& reduced = reduced_[optimizer_.gradient_buffer(i)];
     const Placement& placement = table.all[i].placement;
     if (placement.states.size == 1 && !optimizer_.shards_gradients()) {
       communicator_.all_reduce(device, gradient.whole, Reduction::kSum,
@@ -160,7 +159,7 @@ void ParameterExchange::after_backward(Device& device, int unit) {
 void ParameterExchange::wait_for_gradients(Device& device, int unit) {
   uint64_t last = 0;
   for (int parameter : model_.parameters().trained(unit)) {
-    last = std::max(last, reduced_[gradient_buffer_of(model_.parameters().all[static_cast<size_t>(parameter)])]);
+    last = std::max(last, reduced_[optimizer_.gradient_buffer(static_cast<size_t>(parameter))]);
   }
   wait(device, last, "sums of gradients");
 }

@@ -2,7 +2,6 @@
 
 #include <algorithm>
 #include <map>
-#include <numeric>
 #include <utility>
 
 #include "core/error.h"
@@ -16,8 +15,7 @@ using Work = RecordedStep::Work;
 // A rank whose device and communicator record.
 class RecordingRank {
  public:
-  RecordingRank(const Config& config, const Zero& zero, int rank, int size,
-                const std::set<std::string>& one_kernel = {})
+  RecordingRank(const Config& config, const Zero& zero, const std::set<std::string>& one_kernel = {})
       : config_(config),
         device_(DeviceKind::kCuda,
                 {.op = [this](RecordedOp op) { add(std::move(op)); },
@@ -25,7 +23,7 @@ class RecordingRank {
                  .fill = [this](RecordedFill fill) { add(fill); },
                  .transfer = [this](RecordedTransfer transfer) { add(transfer); }},
                 one_kernel),
-        communicator_(rank, size,
+        communicator_(zero.mesh.rank(), zero.mesh.size(Peers::kAll),
                       {.collective = [this](RecordedCollective collective) { add(collective); },
                        .wait = [this](RecordedWait wait) { add(wait); }}),
         declared_(config, DeviceKind::kCuda, zero, /*workspace_bytes=*/0),
@@ -133,7 +131,7 @@ void record_parts(RecordingRank& rank, const Config& config, int64_t num_gpus, c
 }
 
 RecordingRank first_rank(const Config& config, int64_t num_gpus, const std::set<std::string>& one_kernel = {}) {
-  return {config, zero_of(config, 0, num_gpus), 0, static_cast<int>(num_gpus), one_kernel};
+  return {config, zero_of(config, 0, num_gpus), one_kernel};
 }
 
 }  // namespace
@@ -166,10 +164,7 @@ std::vector<RecordedProduct> record_products(const Config& config, int64_t num_g
 }
 
 int64_t record_workspace_bytes(const Config& config, const Zero& zero) {
-  // The smallest run of ranks that hold this: reducing among groups of more of them takes no workspace.
-  const int64_t num_ranks =
-      std::lcm(std::lcm(zero.shard.size, zero.expert_places), config.distributed.context_parallel);
-  RecordingRank rank(config, zero, static_cast<int>(zero.shard.rank), static_cast<int>(num_ranks));
+  RecordingRank rank(config, zero);
   rank.begin_step();
   rank.micro_batches();
   rank.update();
