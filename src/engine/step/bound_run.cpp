@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "kernels/ops/moe/router_bias.h"
+#include "model/layers/moe.h"
 
 namespace parka {
 namespace {
@@ -13,8 +14,8 @@ constexpr uint64_t kRoundingKey = 0x9e3779b97f4a7c15;
 
 // `exchange`: null where ranks exchange nothing.
 void queue_update(Device& device, Optimizer& optimizer, ParameterExchange* exchange, const Update& update,
-                  const UpdateGroup& group, const std::function<void(size_t parameter)>& before_update) {
-  if (before_update) std::ranges::for_each(group.parameters, before_update);
+                  const UpdateGroup& group, const BeforeUpdate& before) {
+  for (const size_t i : group.parameters) before(device, i);
   if (!group.owned.empty()) {
     optimizer.queue_directions(device, update, group);
     const auto [pieces, whole] = optimizer.directions(group);
@@ -45,14 +46,13 @@ BoundRun::BoundRun(const Config& config, const Zero& zero, DeclaredRun& declared
     declared_.model.set_experts(&experts_.emplace(communicator, Peers::kExpert, "tokens of experts"));
   }
   if (communicator.size() > 1 || declared_.model.weights().has_host_parts()) {
-    exchange_.emplace(communicator, declared_.model, declared_.optimizer, device_);
-    declared_.model.set_hooks(&*exchange_);
+    hooks_ = &exchange_.emplace(communicator, declared_.model, declared_.optimizer, device_);
   }
   if (declared_.optimizer.releases_gradients()) {
-    released_.emplace(declared_.optimizer, declared_.model.parameters(), exchange_ ? &*exchange_ : nullptr,
-                      communicator.size() > 1);
-    declared_.model.set_hooks(&*released_);
+    hooks_ = &released_.emplace(declared_.optimizer, declared_.model.parameters(),
+                                exchange_ ? &*exchange_ : nullptr, communicator.size() > 1);
   }
+  declared_.model.set_hooks(hooks_);
   if (declared_.telemetry) declared_.telemetry->bind(arena_);
   declared_.checks.bind(arena_);
 }
@@ -92,18 +92,9 @@ bool BoundRun::takes_gradients(const ParameterExchange::Place& place) const {
   return released_ || (exchange_ && (place.is_last || declared_.optimizer.shards_gradients()));
 }
 
-void BoundRun::on_gradient(const std::function<void(int parameter)>& called) {
-  if (released_) {
-    released_->on_gradient(called);
-  } else {
-    exchange_->on_gradient(called);
-  }
-}
-
 uint64_t BoundRun::rounding_seed() const { return static_cast<uint64_t>(config_.training.seed) ^ kRoundingKey; }
 
-PendingStep BoundRun::update(int64_t update, double lr, const std::function<void(size_t parameter)>& before_update,
-                             const StepLimits& limits) {
+PendingStep BoundRun::update(int64_t update, double lr, const BeforeUpdate& before, const StepLimits& limits) {
   Optimizer& optimizer = declared_.optimizer;
   device_.section(StepSection::kOptimizer);
   optimizer.begin_update(device_);
@@ -115,9 +106,9 @@ PendingStep BoundRun::update(int64_t update, double lr, const std::function<void
   optimizer.queue_coefficient(device_, update, limits);
   for (const UpdateGroup& group : optimizer.groups()) {
     queue_update(device_, optimizer, exchange_ ? &*exchange_ : nullptr,
-                 {.step = update, .lr = lr, .seed = rounding_seed()}, group, before_update);
+                 {.step = update, .lr = lr, .seed = rounding_seed()}, group, before);
   }
-  move_router_biases(before_update);
+  move_router_biases(before);
   return end_update();
 }
 
@@ -127,17 +118,17 @@ PendingStep BoundRun::end_update() {
   return optimizer.end_step(device_);
 }
 
-void BoundRun::move_router_biases(const std::function<void(size_t parameter)>& before_update) {
+void BoundRun::move_router_biases(const BeforeUpdate& before) {
   const double rate = config_.training.router_bias_rate;
   if (rate == 0) return;
   const ParameterTable& table = declared_.model.parameters();
+  const int64_t count = RouterLoads(config_.model).columns();
   int64_t at = 1;  // the first is the loss
   for (size_t i = 0; i < table.all.size(); ++i) {
     if (table.all[i].role != ParameterRole::kRouterBias) continue;
-    const int64_t count = 2 * config_.model.moe.num_experts + 1;
     const TensorView load = declared_.optimizer.step_sums().rows(at, count);
     at += count;
-    if (before_update) before_update(i);
+    before(device_, i);
     move_router_bias(device_, {.load = load,
                                .coefficient = declared_.optimizer.coefficient(),
                                .rate = static_cast<float>(rate),
@@ -145,10 +136,9 @@ void BoundRun::move_router_biases(const std::function<void(size_t parameter)>& b
   }
 }
 
-void BoundRun::release_update(int64_t update, double lr,
-                              const std::function<void(size_t parameter)>& before_update) {
+void BoundRun::release_update(int64_t update, double lr, BeforeUpdate before) {
   PARKA_REQUIRE(released_.has_value());
-  released_->set_update({{.step = update, .lr = lr, .seed = rounding_seed()}, before_update});
+  released_->set_update({{.step = update, .lr = lr, .seed = rounding_seed()}, std::move(before)});
 }
 
 void BoundRun::share_weights(ModelWeights::Changed changed) {
@@ -176,6 +166,11 @@ void BoundRun::begin_evaluation_batch() {
   if (exchange_) exchange_->begin_micro_batch({});
 }
 
+void BeforeUpdate::operator()(Device& device, size_t parameter) const {
+  if (checks != nullptr) checks->hash_watched(device, IntegrityChecks::Table::kUnchanged, parameter);
+  if (staging != nullptr) staging->order_after(last_staged[parameter]);
+}
+
 void ReleasedUpdates::before_forward(Device& device, int unit) {
   if (exchange_ != nullptr) exchange_->before_forward(device, unit);
 }
@@ -185,9 +180,6 @@ void ReleasedUpdates::before_backward(Device& device, int unit) {
 }
 
 void ReleasedUpdates::after_backward(Device& device, int unit) {
-  for (int parameter : table_.trained(unit)) {
-    if (gradient_complete_) gradient_complete_(parameter);
-  }
   if (!are_several_) {
     update(device, unit);
     if (exchange_ != nullptr) exchange_->after_backward(device, unit);
@@ -216,7 +208,7 @@ void ReleasedUpdates::update(Device& device, int unit) {
     if (exchange_ != nullptr) exchange_->sum_of_pieces(device, squares);
     optimizer_.queue_coefficient(device, arguments_->update.step, {}, unit);
     // Also before those that other ranks alone update.
-    if (arguments_->before_update) std::ranges::for_each(trained, arguments_->before_update);
+    for (const int i : trained) arguments_->before(device, static_cast<size_t>(i));
     for (const UpdateGroup& group : optimizer_.groups()) {
       if (group.unit == unit) queue_update(device, optimizer_, exchange_, arguments_->update, group, {});
     }

@@ -1,8 +1,8 @@
 #pragma once
 #include <cstdint>
-#include <functional>
 #include <optional>
 #include <utility>
+#include <vector>
 
 #include "comm/communicator.h"
 #include "engine/config/config.h"
@@ -13,6 +13,15 @@
 #include "optim/optimizer.h"
 
 namespace parka {
+
+// What is done before a parameter is updated.
+struct BeforeUpdate {
+  const IntegrityChecks* checks = nullptr;  // hash what is watched of it into Table::kUnchanged; null: nothing does
+  StagingBuffer* staging = nullptr;         // a save copies it; null: none does
+  std::vector<size_t> last_staged = {};     // by parameter: the last of its tensors in that buffer
+
+  void operator()(Device& device, size_t parameter) const;
+};
 
 // Updates each unit while backward goes on (optimizer.release_gradients): the hooks of such a run, which pass on
 // all that they are told to ParameterExchange where there is one. With several ranks the gradients of a unit are
@@ -29,14 +38,12 @@ class ReleasedUpdates final : public UnitHooks {
 
   struct Arguments {
     Update update;
-    std::function<void(size_t parameter)> before_update;  // called before the update of each trained one is queued
+    BeforeUpdate before;
   };
   // The next micro-batch makes this update. One without leaves all weights as they are.
   void set_update(Arguments arguments) { arguments_ = std::move(arguments); }
   // The next micro-batch leaves the update to the one behind it, by which it is computed again.
   void hold_update() { is_held_ = true; }
-  // The same as ParameterExchange::on_gradient().
-  void on_gradient(std::function<void(int parameter)> called) { gradient_complete_ = std::move(called); }
 
   void before_forward(Device& device, int unit) override;
   void before_backward(Device& device, int unit) override;
@@ -51,7 +58,6 @@ class ReleasedUpdates final : public UnitHooks {
   bool are_several_;
   std::optional<Arguments> arguments_;
   bool is_held_ = false;
-  std::function<void(int parameter)> gradient_complete_;
 };
 
 // A declared run in its memory on a device: queues what a step of training consists of, whose parts are called in
@@ -79,18 +85,16 @@ class BoundRun {
   };
   MicroBatch begin_micro_batch(const ParameterExchange::Place& place, bool with_telemetry = false);
   // True if the gradients of such a micro-batch are not all there after it, because ranks divide them or their
-  // memory is used again: then they can only be read in on_gradient().
+  // memory is used again: then they can only be read before hooks() are told of the end of each unit.
   bool takes_gradients(const ParameterExchange::Place& place) const;
-  // See ParameterExchange::on_gradient(); for where takes_gradients() says so.
-  void on_gradient(const std::function<void(int parameter)>& called);
+  UnitHooks* hooks() const { return hooks_; }  // the model's
 
-  // `update` counts from 1. `before_update` is called before the update of each parameter that this rank has a part
-  // of is queued. For limits see Optimizer.
-  PendingStep update(int64_t update, double lr, const std::function<void(size_t parameter)>& before_update = {},
-                     const StepLimits& limits = {});
+  // `update` counts from 1. `before` is done for each parameter that this rank has a part of. For limits see
+  // Optimizer.
+  PendingStep update(int64_t update, double lr, const BeforeUpdate& before = {}, const StepLimits& limits = {});
   // With optimizer.release_gradients, in place of update(): the next micro-batch makes the update, which without
   // this leaves weights as they are...
-  void release_update(int64_t update, double lr, const std::function<void(size_t parameter)>& before_update = {});
+  void release_update(int64_t update, double lr, BeforeUpdate before = {});
   // ... or, after this, the one after it, by which that one is computed again. Without release_gradients: nothing.
   void hold_update() {
     if (released_) released_->hold_update();
@@ -106,7 +110,7 @@ class BoundRun {
   void begin_evaluation_batch();
 
  private:
-  void move_router_biases(const std::function<void(size_t parameter)>& before_update);
+  void move_router_biases(const BeforeUpdate& before);
   void share_weights(ModelWeights::Changed changed);
   uint64_t rounding_seed() const;
 
@@ -118,6 +122,7 @@ class BoundRun {
   std::optional<GroupExchange> experts_;       // where ranks divide experts
   std::optional<ParameterExchange> exchange_;  // absent in a run of one rank
   std::optional<ReleasedUpdates> released_;    // with optimizer.release_gradients
+  UnitHooks* hooks_ = nullptr;                 // one of these two, or none
 };
 
 }  // namespace parka

@@ -83,6 +83,17 @@ void IntegrityChecks::hash(Device& device, Table table, const std::vector<Tensor
   for (size_t i = 0; i < tensors.size(); ++i) hash_one(device, table, i, tensors[i]);
 }
 
+void IntegrityChecks::hash_watched(Device& device, Table table) const {
+  clear(device, table);
+  for (size_t i = 0; i < watched_.size(); ++i) hash_one(device, table, i, watched_[i].tensor.view);
+}
+
+void IntegrityChecks::hash_watched(Device& device, Table table, size_t parameter) const {
+  for (size_t i = 0; i < watched_.size(); ++i) {
+    if (watched_[i].tensor.parameter == parameter) hash_one(device, table, i, watched_[i].tensor.view);
+  }
+}
+
 std::unique_ptr<HostRead> IntegrityChecks::read_later(Device& device, Table table) const {
   return device.copy_to_host_later(view(table).data, view(table).bytes());
 }

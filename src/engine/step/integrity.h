@@ -3,6 +3,7 @@
 #include <cstdint>
 #include <memory>
 #include <string>
+#include <utility>
 #include <vector>
 
 #include "comm/communicator.h"
@@ -37,7 +38,17 @@ class IntegrityChecks {
   bool state_is_due(int64_t step) const { return is_due(config_.state_interval, step); }
   bool watches_state() const { return config_.state_interval > 0; }
 
-  // Queues the hashes of the tensors, each into the slot of its index, after clearing the table.
+  // A tensor that an update leaves, and the ranks that hold the same.
+  struct Watched {
+    NamedTensor tensor;
+    int64_t replicas = 0;  // the same number on all ranks that have it
+  };
+  void watch(std::vector<Watched> watched) { watched_ = std::move(watched); }
+  const std::vector<Watched>& watched() const { return watched_; }
+  // Queues their hashes, each into the slot of its index: all after clearing the table, or those of a parameter.
+  void hash_watched(Device& device, Table table) const;
+  void hash_watched(Device& device, Table table, size_t parameter) const;
+  // The same of other tensors.
   void hash(Device& device, Table table, const std::vector<TensorView>& tensors) const;
   void clear(Device& device, Table table) const;
   void hash_one(Device& device, Table table, size_t slot, const TensorView& tensor) const;
@@ -54,6 +65,7 @@ class IntegrityChecks {
   int64_t table_bytes_;
   std::array<TensorId, kNumTables> ids_;
   std::array<TensorView, kNumTables> tables_;
+  std::vector<Watched> watched_;
 };
 
 // Two tables that are being copied to the host and must be equal.

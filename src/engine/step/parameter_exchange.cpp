@@ -124,9 +124,6 @@ void ParameterExchange::after_backward(Device& device, int unit) {
     prefetch(device, (unit - 1) % kGatherBuffers + 1, Pass::kForward);
   }
   if (!place_.is_last && !optimizer_.shards_gradients()) return;
-  for (int parameter : table.trained(unit)) {
-    if (gradient_complete_) gradient_complete_(parameter);
-  }
   if (communicator_.size() == 1) return;
   for (int parameter : table.trained(unit)) {
     const auto i = static_cast<size_t>(parameter);

@@ -1,7 +1,6 @@
 #pragma once
 #include <array>
 #include <cstdint>
-#include <functional>
 #include <memory>
 #include <utility>
 #include <vector>
@@ -41,9 +40,6 @@ class ParameterExchange final : public UnitHooks {
   };
   // Before the forward pass of a micro-batch of training, or of evaluation, which has no place in a step.
   void begin_micro_batch(const Place& place) { place_ = place; }
-  // From now on `called` is told of each parameter whose gradients of a micro-batch are complete, before anything
-  // is done with them; with an empty function nobody is.
-  void on_gradient(std::function<void(int parameter)> called) { gradient_complete_ = std::move(called); }
   // True if nothing is queued in this micro-batch. Blocks are gathered on use, or none is.
   bool is_idle() const {
     const bool gathers_on_use = model_.weights().is_gathered_on_use(model_.parameters().block_unit(0));
@@ -87,7 +83,6 @@ class ParameterExchange final : public UnitHooks {
   const Model& model_;
   const Optimizer& optimizer_;
   Place place_;
-  std::function<void(int parameter)> gradient_complete_;
 
   // The content of each gather buffer, until weights change. Backward begins with the blocks that forward has ended
   // with, and the next micro-batch with those that backward has ended with: as many as there are buffers, if

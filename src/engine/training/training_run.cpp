@@ -248,7 +248,6 @@ void TrainingRun::read_weights(const LoadedCheckpoint& checkpoint, Weights which
 void TrainingRun::use_base(json base) {
   if (staging_) throw std::logic_error("memory to save in was made ready before it was known what is saved");
   base_ = std::move(base);
-  watched_.clear();
   watch_state();
 }
 
@@ -343,29 +342,31 @@ void TrainingRun::describe_update(StepReport& report) const {
 PendingStep TrainingRun::queue_update(StepReport& report) {
   const int64_t update = applied_steps_ + 1;
   describe_update(report);
-  if (hashed_step_ == completed_steps_) hash_state(IntegrityChecks::Table::kUnchanged);
-  // A save may still copy what the update changes.
-  const auto wait_for_copies = [this](size_t parameter) { staging_->order_after(last_staged_[parameter]); };
-  return bound_.update(update, report.learning_rate,
-                       last_staged_.empty() ? std::function<void(size_t)>() : wait_for_copies, step_limits(report));
+  if (hashed_step_ == completed_steps_) declared_.checks.hash_watched(device_, IntegrityChecks::Table::kUnchanged);
+  return bound_.update(update, report.learning_rate, before_update(), step_limits(report));
+}
+
+// A save may still copy what the update changes.
+BeforeUpdate TrainingRun::before_update() const {
+  return {.staging = last_staged_.empty() ? nullptr : staging_.get(), .last_staged = last_staged_};
 }
 
 // The step before, if it is unfinished, counts as applied: if it was not, the run ends.
 void TrainingRun::release_update(StepReport& report) {
   const int64_t update = applied_steps_ + (unfinished_ ? 1 : 0) + 1;
   describe_update(report);
-  const bool is_watched = hashed_step_ == completed_steps_;
-  if (is_watched) {
-    declared_.checks.clear(device_, IntegrityChecks::Table::kUnchanged);
+  BeforeUpdate before = before_update();
+  if (hashed_step_ == completed_steps_) {
+    constexpr auto kTable = IntegrityChecks::Table::kUnchanged;
+    before.checks = &declared_.checks;
+    declared_.checks.clear(device_, kTable);
     const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
     for (size_t i = 0; i < parameters.size(); ++i) {
-      if (!parameters[i].trainable) hash_unchanged(i);  // of which no update is told
+      if (!parameters[i].trainable)
+        declared_.checks.hash_watched(device_, kTable, i);  // of which no update is told
     }
   }
-  bound_.release_update(update, report.learning_rate, [this, is_watched](size_t parameter) {
-    if (is_watched) hash_unchanged(parameter);
-    if (!last_staged_.empty()) staging_->order_after(last_staged_[parameter]);
-  });
+  bound_.release_update(update, report.learning_rate, std::move(before));
 }
 
 std::optional<StepReport> TrainingRun::step() {

@@ -145,12 +145,6 @@ class TrainingRun {
     std::vector<PendingComparison> comparisons;
     std::unique_ptr<HostRead> replicas;  // hashes of this step's result, where ranks compare them
   };
-  // A tensor that an update leaves, and the ranks that hold the same.
-  struct WatchedTensor {
-    NamedTensor tensor;
-    int64_t replicas = 0;  // the same number on all ranks that have it
-  };
-
   void start_loader(DataPosition position);
   int64_t micro_batches_per_step() const { return config_.micro_batches_per_step(communicator_.size()); }
   int64_t count_targets(const MicroBatch& first);
@@ -159,6 +153,7 @@ class TrainingRun {
   bool finishes_early() const;
   // Fills in what is known of an update before it is made.
   void describe_update(StepReport& report) const;
+  BeforeUpdate before_update() const;
   PendingStep queue_update(StepReport& report);
   // With optimizer.release_gradients, before the step's gradients are queued.
   void release_update(StepReport& report);
@@ -170,8 +165,6 @@ class TrainingRun {
                       std::vector<PendingComparison>& comparisons);
   void queue_hashed(IntegrityChecks::Table table, const Model::Batch& batch, const Model::LossOptions& options,
                     const ParameterExchange::Place& place, bool with_telemetry);
-  void hash_state(IntegrityChecks::Table table) const;
-  void hash_unchanged(size_t parameter) const;
   bool state_is_watched_at(int64_t step) const;
   // Takes weights from a checkpoint, with what its `adapters` add to them.
   enum class Weights : uint8_t { kOfModel, kAdded };  // added: adapters or a side network
@@ -229,7 +222,6 @@ class TrainingRun {
   std::unique_ptr<Mark> step_began_;  // where the oldest unfinished step begins
   std::chrono::steady_clock::time_point step_began_at_;
   std::string place_;
-  std::vector<WatchedTensor> watched_;
   json base_;                 // describe_base() of the checkpoint that frozen weights are in; null: they are saved
   int64_t hashed_step_ = -1;  // after whose update Table::kUpdated was taken, to be compared
   std::unique_ptr<StagingBuffer> staging_;
