@@ -85,7 +85,9 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
     std::fill(gathered_unit_.begin() + 1, gathered_unit_.end() - 1, true);
   }
   for (size_t i = 0; i < table.all.size(); ++i) {
-    weights_.push_back({.info = table.all[i], .storage = storage_of(table, i)});
+    Weight& weight = weights_.emplace_back();
+    weight.info = table.all[i];
+    weight.storage = storage_of(table, i);
   }
   buffers_.resize(kGatherBuffers);
   declare_weights(table, plan);

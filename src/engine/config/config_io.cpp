@@ -159,8 +159,9 @@ class ConfigReader {
         given_.push_back({field, &in_todays_words(path, value)});
       } else if (const RemovedKey* removed = find_removed(path)) {
         if (value != json::parse(removed->value)) {
-          fail("{} = {} was removed: what {} meant is done always; remove the key", path, value.dump(),
-               removed->value);
+          fail(
+              "{} = {} was removed: what {} meant is done always; remove the key, or go on with an earlier version",
+              path, value.dump(), removed->value);
         }
       } else {
         unknown_.push_back(path);
