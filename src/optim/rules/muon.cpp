@@ -21,6 +21,10 @@ constexpr double kMomentum = 0.95;  // of every published recipe
 // Elements of the matrices that are orthogonalized at a time, if there are as many of one shape: products of small
 // ones alone would leave most of a GPU idle.
 constexpr int64_t kBatchElements = int64_t{1} << 26;
+// Rows of a symmetric matrix from which computing it in halves is faster whatever the batch
+// (docs/kernels/newton_schulz.md). A choice by the batch would have ranks, which own different numbers of matrices,
+// differ in bits.
+constexpr int64_t kLeastRowsInHalves = 4096;
 
 // The rows of a parameter's matrices.
 std::vector<int64_t> matrix_rows(const ParameterInfo& p) {
@@ -183,7 +187,8 @@ void MatrixUpdates::orthogonalize(Device& device, const TensorView& matrices) co
                                 .gram = square(gram_),
                                 .polynomial = square(polynomial_),
                                 .steps = steps,
-                                .safety = orthogonalization_safety(config_.orthogonalization)});
+                                .safety = orthogonalization_safety(config_.orthogonalization),
+                                .in_halves = r >= kLeastRowsInHalves});
 }
 
 double MatrixUpdates::Matrix::rms(const float* sums) const {
