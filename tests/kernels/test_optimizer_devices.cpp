@@ -26,25 +26,20 @@ std::vector<Device*> other_devices() {
 
 // ---- AdamW and moments ----
 
-// Every master form with fp32 and bf16 moments, alike and mixed, and both kinds of gradient.
+// Every master form with fp32 and bf16 moments and both kinds of gradient.
 std::vector<Storage> plain_storages() {
   std::vector<Storage> storages;
   for (MasterForm master : kMasterForms) {
     for (DType gradient : {DType::kF32, DType::kBF16}) {
-      for (DType exp_avg : {DType::kF32, DType::kBF16}) {
-        for (DType exp_avg_sq : {DType::kF32, DType::kBF16}) {
-          storages.push_back({master, {exp_avg}, {exp_avg_sq}, gradient});
-        }
-      }
+      for (DType states : {DType::kF32, DType::kBF16}) storages.push_back({master, {states}, {states}, gradient});
     }
   }
   return storages;
 }
 
 std::string describe(const Storage& s) {
-  return "master form " + std::to_string(static_cast<int>(s.master)) + ", m " +
-         std::string(name_of(s.exp_avg.format)) + ", v " + std::string(name_of(s.exp_avg_sq.format)) +
-         ", gradient " + std::string(name_of(s.gradient));
+  return "master form " + std::to_string(static_cast<int>(s.master)) + ", moments " +
+         std::string(name_of(s.exp_avg.format)) + ", gradient " + std::string(name_of(s.gradient));
 }
 
 // Gradients from subnormal ones to those whose squares overflow are all a GPU's business too.

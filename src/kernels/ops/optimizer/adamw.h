@@ -47,7 +47,7 @@ struct AdamwStep {
   TensorView master;
   MasterForm master_form;
   TensorView gradient;    // [N] fp32 or bf16, in
-  MomentView exp_avg;     // m, in/out
+  MomentView exp_avg;     // m, in/out, in one format with v
   MomentView exp_avg_sq;  // v, in/out
   // Hyperparameters of this step. The host computes bias corrections in double from a 64-bit step count.
   float lr;
