@@ -27,7 +27,12 @@ struct Choice {
   double gain = 0;                           // what FP8 saves of a token's time, in operations of bf16
   double cost = 0;                           // and what of that is lost outside FP8
   double rise = 0;                           // in loss, nats, with this alone in FP8
+  bool leaves = false;                       // FP8
 };
+
+// A byte that is written or read takes as long as so many operations of a product in bf16, at the rates that an
+// H100 and an H200 reach.
+constexpr double kOperationsPerByte = 200;
 
 // The first and the last block are like no others; those between are in equal parts.
 int64_t part_of(int64_t block, int64_t num_blocks) {
@@ -58,13 +63,14 @@ void add_products(const Config& config, std::vector<Choice>& choices) {
     choice.weights.push_back(leaves_alone ? forward : name);
     const auto product = static_cast<double>(p.active_numel());  // half of its two operations for each element
     choice.gain += 3 * product;
-    choice.cost += leaves_alone ? product : 3 * product;
+    // Forward writes and reads its input in two bytes instead of one, and backward reads that to quantize it.
+    constexpr int64_t kBytes = 5;
+    choice.cost += leaves_alone ? product + kOperationsPerByte * static_cast<double>(kBytes * p.cols) : 3 * product;
   }
 }
 
 // What is kept between products costs memory, and the time in which a byte more is written and read.
 void add_kept(const Config& config, std::vector<Choice>& choices) {
-  constexpr double kOperationsPerByte = 300;  // of H100 and H200, in bf16
   const ModelConfig& m = config.model;
   const PrecisionConfig& p = config.precision;
   const auto add = [&](Choice choice, int64_t columns) {
@@ -127,17 +133,30 @@ class Tuning {
     std::ranges::stable_sort(choices_, std::ranges::greater(), [](const Choice& c) { return c.rise / c.cost; });
   }
 
-  // The fewest of the first that have to leave FP8 for the loss to be at most this, and the loss then. All do.
-  std::pair<size_t, double> fewest(double most, double plain) const {
+  // Has the fewest of the first leave FP8 with which the loss is at most this; all do. Then those of them return
+  // that can, the ones that gain least by leaving first. Returns the loss.
+  double choose(double most, double plain) {
     size_t low = 0, high = choices_.size();
     double reached = plain;
+    const auto try_loss = [&](const auto& leaves) {
+      const double now = loss(leaves);
+      if (now <= most) reached = now;
+      return now <= most;
+    };
     while (low < high) {
       const size_t count = (low + high) / 2;
-      const double now = loss([&](size_t i) { return i < count; });
-      (now <= most ? high : low) = now <= most ? count : count + 1;
-      if (now <= most) reached = now;
+      if (try_loss([&](size_t i) { return i < count; })) {
+        high = count;
+      } else {
+        low = count + 1;
+      }
     }
-    return {high, reached};
+    for (size_t i = 0; i < high; ++i) choices_[i].leaves = true;
+    for (size_t i = high; i-- > 0;) {
+      if (reached + choices_[i].rise / 2 > most) continue;  // together they cost less than alone
+      choices_[i].leaves = !try_loss([&](size_t j) { return j != i && choices_[j].leaves; });
+    }
+    return reached;
   }
 
  private:
@@ -149,11 +168,12 @@ class Tuning {
 
 double percent(double loss, double plain) { return 100 * std::expm1(loss - plain); }
 
-std::vector<std::string> overrides_of(const Config& config, const std::vector<Choice>& choices, size_t count) {
+std::vector<std::string> overrides_of(const Config& config, const std::vector<Choice>& choices) {
   std::vector<std::string> names = config.precision.unquantized, overrides;
-  for (size_t i = 0; i < count; ++i) {
-    names.insert(names.end(), choices[i].weights.begin(), choices[i].weights.end());
-    overrides.insert(overrides.end(), choices[i].overrides.begin(), choices[i].overrides.end());
+  for (const Choice& choice : choices) {
+    if (!choice.leaves) continue;
+    names.insert(names.end(), choice.weights.begin(), choice.weights.end());
+    overrides.insert(overrides.end(), choice.overrides.begin(), choice.overrides.end());
   }
   if (!names.empty()) overrides.push_back("precision.unquantized=" + json(names).dump());
   return overrides;
@@ -186,26 +206,26 @@ int run_tune_precision(const TunePrecisionOptions& options) {
   const double most = plain + std::log1p(options.rise_percent / 100);
   fmt::print("loss {:.5f} without FP8, {:.5f} with all of it: perplexity {:+.2f} %\n", plain, fp8,
              percent(fp8, plain));
-  size_t count = 0;
   double reached = fp8;
   if (fp8 > most) {
     fmt::print("\n{:<32} rise of the loss, alone in FP8\n", "");
     tuning.measure(plain);
-    std::tie(count, reached) = tuning.fewest(most, plain);
+    reached = tuning.choose(most, plain);
   }
   const std::vector<Choice>& choices = tuning.choices();
-  std::vector<std::string> overrides = options.overrides, own = overrides_of(config, choices, count);
+  std::vector<std::string> overrides = options.overrides, own = overrides_of(config, choices);
   double lost = 0, all = 0;
-  for (size_t i = 0; i < choices.size(); ++i) {
-    all += choices[i].gain;
-    if (i < count) lost += choices[i].cost;
+  std::vector<std::string> leaving;
+  for (const Choice& choice : choices) {
+    all += choice.gain;
+    if (!choice.leaves) continue;
+    lost += choice.cost;
+    leaving.push_back(choice.name);
   }
   overrides.insert(overrides.end(), own.begin(), own.end());
   write_given_keys(options.write_path, options.config_path, overrides);
   const Config tuned = GivenConfig::read(options.config_path, options.overrides).with(own);
-  std::vector<std::string> leaving;
-  for (size_t i = 0; i < count; ++i) leaving.push_back(choices[i].name);
-  fmt::print("\nleave FP8: {}\n", count == 0 ? "nothing" : fmt::format("{}", fmt::join(leaving, "; ")));
+  fmt::print("\nleave FP8: {}\n", leaving.empty() ? "nothing" : fmt::format("{}", fmt::join(leaving, "; ")));
   fmt::print("loss {:.5f}: perplexity {:+.2f} %\n", reached, percent(reached, plain));
   fmt::print("{:.0f} % of the time that FP8 saves is kept, by operations and bytes; memory {:+.2f} GB\n",
              100 * (1 - lost / all),
