@@ -4,7 +4,8 @@
     foreign_models.py OUT --name smollm2-135m --model IMPORTED --train TOKENS.npy --text licences=FILE --text docs=FILE
 
 IMPORTED is a folder of `parka import`. Tuning measures on TOKENS, perplexity is that of the texts, which it has not seen. Fine-tuning runs 300
-steps of all weights, and of adapters over a base in FP8, for each seed; `parka bench` of BENCH at its widths, with as many of its blocks'
+steps of all weights, and of adapters over a base in FP8, for each seed, and is compared in the run's own numerics and in bf16, in which an
+export is used; `parka bench` of BENCH at its widths, with as many of its blocks'
 products of each kind in bf16, says how much of FP8's gain in time is left. Appends lines in the form of docs/results/figures.jsonl to
 OUT/figures.jsonl: perplexity rises over bf16 in percent, gaps to bf16's held-out loss in nats, the share of FP8's gain.
 """
@@ -69,16 +70,16 @@ class Measurement:
         return {f"precision.{key}": value for key, value in json.loads(text)["precision"].items()}
 
     def finetuned(self, name, seed, precision, keys):
-        """Held-out losses after the run, in its own numerics."""
+        """Held-out losses after the run, in its own numerics and in bf16."""
         run = os.path.join(self.args.out, f"{name}.{seed}")
         if not os.path.exists(os.path.join(run, "done")):
             self.parka("train", os.path.join(self.args.model, "config.json"),
                        **{"checkpoint.init_from": self.args.model, "checkpoint.folder": run, "checkpoint.interval": 0,
-                          "data.train": json.dumps([self.args.train]), "training.seed": seed, "training.steps": self.args.steps,
+                          "data.train": json.dumps([self.args.train]), "training.seed": seed, "data.seed": seed, "training.steps": self.args.steps,
                           "training.global_batch_size": self.args.batch, "training.eval_interval": 0, "optimizer.lr": 2e-5,
                           "optimizer.schedule.warmup_steps": self.args.steps // 10, **self.shape, **precision, **keys})
             open(os.path.join(run, "done"), "w", encoding="utf-8").close()
-        return self.losses(run, {})
+        return {numerics: self.losses(run, {"precision.eval": numerics}) for numerics in ("same", "bf16")}
 
     def gaps(self, tuned):
         methods = {"finetune": {}, "lora": {**LORA, "optimizer.lr": 2e-4}}
@@ -87,13 +88,13 @@ class Measurement:
             plain = {seed: self.finetuned(f"{method}.bf16", seed, {"precision.recipe": "bf16"}, keys) for seed in self.args.seeds}
             for name, precision in runs.items():
                 base = {"finetune.base": "fp8"} if method == "lora" else {}
-                gaps = []
-                for seed in self.args.seeds:
-                    losses = self.finetuned(f"{method}.{name}", seed, precision, {**keys, **base})
-                    gaps.append(statistics.mean(losses[s] - plain[seed][s] for s in losses))
-                self.figure(f"{self.args.name}.{name}.{method}_gap", gaps, "nats/token",
-                            f"parka train MODEL, {self.args.steps} steps of {self.args.batch} x {self.args.length} tokens, "
-                            f"{len(gaps)} seeds, both texts, each run in its own numerics")
+                losses = {seed: self.finetuned(f"{method}.{name}", seed, precision, {**keys, **base}) for seed in self.args.seeds}
+                for numerics, suffix in (("same", "own_numerics_gap"), ("bf16", "gap")):
+                    gaps = [statistics.mean(loss - plain[seed][numerics][text] for text, loss in losses[seed][numerics].items())
+                            for seed in self.args.seeds]
+                    self.figure(f"{self.args.name}.{name}.{method}_{suffix}", gaps, "nats/token",
+                                f"parka train MODEL, {self.args.steps} steps of {self.args.batch} x {self.args.length} tokens, "
+                                f"{len(gaps)} seeds, both texts, precision.eval={numerics}")
 
     def step_seconds(self, precision):
         path = os.path.join(self.args.out, "bench.json")
@@ -135,7 +136,7 @@ def main():
     parser.add_argument("--steps", type=int, default=300)
     parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
     parser.add_argument("--bench", default="configs/llama2-7b-bench.json", help="'' for none")
-    parser.add_argument("--bench-layers", type=int, default=8)
+    parser.add_argument("--bench-layers", type=int, default=32)
     parser.add_argument("--commit", default="unknown")
     parser.add_argument("--card", default="unknown")
     args = parser.parse_args()
