@@ -134,7 +134,7 @@ def main():
     parser.add_argument("--micro-batch", type=int, default=8)
     parser.add_argument("--batch", type=int, default=16, help="sequences of a step of fine-tuning (default %(default)s)")
     parser.add_argument("--steps", type=int, default=300)
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1, 2])
+    parser.add_argument("--seeds", type=int, nargs="*", default=[1, 2], help="of fine-tuning; none: do not")
     parser.add_argument("--bench", default="configs/llama2-7b-bench.json", help="'' for none")
     parser.add_argument("--bench-layers", type=int, default=32)
     parser.add_argument("--commit", default="unknown")
@@ -147,7 +147,8 @@ def main():
         m.rises(recipe, plain, {"precision.recipe": recipe})
     tuned = m.tuned()
     m.rises("tuned", plain, tuned)
-    m.gaps(tuned)
+    if args.seeds:
+        m.gaps(tuned)
     if args.bench:
         m.gain(tuned)
 
