@@ -2,6 +2,7 @@
 #include <cmath>
 #include <cstdio>
 #include <map>
+#include <set>
 
 #include <fmt/ranges.h>
 
@@ -12,6 +13,9 @@
 #include "engine/evaluation/precision_losses.h"
 #include "engine/files/json.h"
 #include "engine/planning/memory_advice.h"
+#include "engine/planning/step_model.h"
+#include "kernels/ops/attention/rope.h"
+#include "kernels/ops/swiglu/swiglu.h"
 #include "model/formats.h"
 #include "model/parameter_table.h"
 
@@ -24,15 +28,26 @@ struct Choice {
   std::vector<std::string> weights = {};     // of products
   std::vector<std::string> overrides = {};   // of what is kept
   void (*keep)(PrecisionConfig&) = nullptr;  // does what these say
-  double gain = 0;                           // what FP8 saves of a token's time, in operations of bf16
-  double cost = 0;                           // and what of that is lost outside FP8
-  double rise = 0;                           // in loss, nats, with this alone in FP8
-  bool leaves = false;                       // FP8
+  double cost = 0;      // seconds that a step takes longer with this alone in the compute format
+  double rise = 0;      // in loss, nats, with this alone in FP8
+  bool leaves = false;  // FP8
 };
 
-// A byte that is written or read takes as long as so many operations of a product in bf16, at the rates that an
-// H100 and an H200 reach.
-constexpr double kOperationsPerByte = 200;
+// Of a step, by its operations and bytes, at the rates that an H200 reaches in steps of Llama-2-7B.
+double step_seconds(const Config& config) {
+  constexpr double kFloat8Rate = 1.25e15, kRate = 6.8e14, kAttentionRate = 3.8e14, kBandwidth = 3.6e12;
+  const auto of_op = [](const RecordedOp& op) {
+    const OpCost& cost = op.cost;
+    if (cost.products == Products::kNone) return cost.bytes / kBandwidth;
+    if (cost.products != Products::kGemm) return cost.flop / kAttentionRate;
+    const bool is_float8 =
+        cost.shape.find("e4m3") != std::string::npos || cost.shape.find("e5m2") != std::string::npos;
+    return cost.flop / (is_float8 ? kFloat8Rate : kRate);
+  };
+  const std::set<std::string> one_kernel = {std::string(RopeProjection::kName),
+                                            std::string(SwigluProjection::kName)};
+  return compute_seconds(record_step(config, 1, one_kernel), {of_op, kBandwidth});
+}
 
 // The first and the last block are like no others; those between are in equal parts.
 int64_t part_of(int64_t block, int64_t num_blocks) {
@@ -61,66 +76,51 @@ void add_products(const Config& config, std::vector<Choice>& choices) {
     const std::string forward = p.name + ".forward";
     const bool leaves_alone = config.distributed.zero_stage < 3 && is_forward_unquantized({forward}, p);
     choice.weights.push_back(leaves_alone ? forward : name);
-    const auto product = static_cast<double>(p.active_numel());  // half of its two operations for each element
-    choice.gain += 3 * product;
-    // Forward writes and reads its input in two bytes instead of one, and backward reads that to quantize it.
-    constexpr int64_t kBytes = 5;
-    choice.cost += leaves_alone ? product + kOperationsPerByte * static_cast<double>(kBytes * p.cols) : 3 * product;
   }
 }
 
-// What is kept between products costs memory, and the time in which a byte more is written and read.
-void add_kept(const Config& config, std::vector<Choice>& choices) {
-  const ModelConfig& m = config.model;
-  const PrecisionConfig& p = config.precision;
-  const auto add = [&](Choice choice, int64_t columns) {
-    choice.gain = choice.cost = 2 * kOperationsPerByte * static_cast<double>(m.num_layers * columns);
-    choices.push_back(std::move(choice));
-  };
+void add_kept(const PrecisionConfig& p, std::vector<Choice>& choices) {
   if (p.qkv == Storage::kFp8) {
-    add({.name = "q, k and v, kept",
-         .overrides = {"precision.qkv=compute"},
-         .keep = [](PrecisionConfig& c) { c.qkv = Storage::kCompute; }},
-        m.d_qkv());
+    choices.push_back({.name = "q, k and v, kept",
+                       .overrides = {"precision.qkv=compute"},
+                       .keep = [](PrecisionConfig& c) { c.qkv = Storage::kCompute; }});
   }
   if (p.up_gate == Storage::kFp8) {
-    add({.name = "up and gate, kept",
-         .overrides = {"precision.up_gate=compute", "precision.save_silu=false"},
-         .keep =
-             [](PrecisionConfig& c) {
-               c.up_gate = Storage::kCompute;
-               c.save_silu = false;
-             }},
-        2 * m.d_ffn);
+    choices.push_back({.name = "up and gate, kept",
+                       .overrides = {"precision.up_gate=compute", "precision.save_silu=false"},
+                       .keep = [](PrecisionConfig& c) {
+                         c.up_gate = Storage::kCompute;
+                         c.save_silu = false;
+                       }});
   }
   if (p.norm_input == Storage::kFp8) {
-    add({.name = "inputs of norms, kept",
-         .overrides = {"precision.norm_input=compute"},
-         .keep = [](PrecisionConfig& c) { c.norm_input = Storage::kCompute; }},
-        2 * m.d_model);
+    choices.push_back({.name = "inputs of norms, kept",
+                       .overrides = {"precision.norm_input=compute"},
+                       .keep = [](PrecisionConfig& c) { c.norm_input = Storage::kCompute; }});
   }
 }
 
 class Tuning {
  public:
   Tuning(const TunePrecisionOptions& options, const Config& config, const PrecisionLosses& losses)
-      : sequences_(options.sequences), precision_(config.precision), losses_(losses) {
+      : sequences_(options.sequences), config_(config), losses_(losses) {
     add_products(config, choices_);
-    add_kept(config, choices_);
+    add_kept(config.precision, choices_);
+    const double all = seconds([](size_t) { return false; });
+    for (size_t i = 0; i < choices_.size(); ++i) {
+      choices_[i].cost = seconds([&](size_t other) { return other == i; }) - all;
+    }
   }
 
   const std::vector<Choice>& choices() const { return choices_; }
-  // The loss with the choices for which leaves(i) is true in the compute format.
+  // The loss, and the seconds of a step, with the choices for which leaves(i) is true in the compute format.
   template <typename Leaves>
   double loss(const Leaves& leaves) const {
-    PrecisionConfig precision = precision_;
-    for (size_t i = 0; i < choices_.size(); ++i) {
-      if (!leaves(i)) continue;
-      const Choice& choice = choices_[i];
-      precision.unquantized.insert(precision.unquantized.end(), choice.weights.begin(), choice.weights.end());
-      if (choice.keep != nullptr) choice.keep(precision);
-    }
-    return losses_.of(precision, sequences_);
+    return losses_.of(with(leaves).precision, sequences_);
+  }
+  template <typename Leaves>
+  double seconds(const Leaves& leaves) const {
+    return step_seconds(with(leaves));
   }
 
   // Orders them by what they cost the loss for what they save in time.
@@ -130,7 +130,9 @@ class Tuning {
       fmt::print("{:<32} {:+.5f}\n", choices_[i].name, choices_[i].rise);
       std::fflush(stdout);
     }
-    std::ranges::stable_sort(choices_, std::ranges::greater(), [](const Choice& c) { return c.rise / c.cost; });
+    // What costs no time comes first, or last if it does not help.
+    std::ranges::stable_sort(choices_, std::ranges::greater(),
+                             [](const Choice& c) { return c.rise / std::max(c.cost, 1e-9); });
   }
 
   // Has the fewest of the first leave FP8 with which the loss is at most this; all do. Then those of them return
@@ -153,15 +155,29 @@ class Tuning {
     }
     for (size_t i = 0; i < high; ++i) choices_[i].leaves = true;
     for (size_t i = high; i-- > 0;) {
-      if (reached + choices_[i].rise / 2 > most) continue;  // together they cost less than alone
+      // Together they cost less than alone.
+      if (choices_[i].cost <= 0 || reached + choices_[i].rise / 2 > most) continue;
       choices_[i].leaves = !try_loss([&](size_t j) { return j != i && choices_[j].leaves; });
     }
     return reached;
   }
 
  private:
+  template <typename Leaves>
+  Config with(const Leaves& leaves) const {
+    Config config = config_;
+    for (size_t i = 0; i < choices_.size(); ++i) {
+      if (!leaves(i)) continue;
+      const Choice& choice = choices_[i];
+      std::vector<std::string>& names = config.precision.unquantized;
+      names.insert(names.end(), choice.weights.begin(), choice.weights.end());
+      if (choice.keep != nullptr) choice.keep(config.precision);
+    }
+    return config;
+  }
+
   int64_t sequences_;
-  PrecisionConfig precision_;
+  Config config_;
   const PrecisionLosses& losses_;
   std::vector<Choice> choices_;
 };
@@ -185,6 +201,7 @@ void check(const TunePrecisionOptions& options, const Config& config) {
     throw_bad_input("{}: precision.recipe = {} has no FP8 to tune; set one that has, coat for example",
                     options.config_path, name_of(config.precision.recipe));
   }
+  require_whole_micro_batches(config, 1);
   if (config.checkpoint.init_from.empty()) {
     throw_bad_input("{}: checkpoint.init_from: nothing to measure; name the weights that the run begins with",
                     options.config_path);
@@ -214,21 +231,18 @@ int run_tune_precision(const TunePrecisionOptions& options) {
   }
   const std::vector<Choice>& choices = tuning.choices();
   std::vector<std::string> overrides = options.overrides, own = overrides_of(config, choices);
-  double lost = 0, all = 0;
   std::vector<std::string> leaving;
   for (const Choice& choice : choices) {
-    all += choice.gain;
-    if (!choice.leaves) continue;
-    lost += choice.cost;
-    leaving.push_back(choice.name);
+    if (choice.leaves) leaving.push_back(choice.name);
   }
   overrides.insert(overrides.end(), own.begin(), own.end());
   write_given_keys(options.write_path, options.config_path, overrides);
   const Config tuned = GivenConfig::read(options.config_path, options.overrides).with(own);
+  const double most_seconds = tuning.seconds([](size_t) { return true; }), least_seconds = step_seconds(config);
   fmt::print("\nleave FP8: {}\n", leaving.empty() ? "nothing" : fmt::format("{}", fmt::join(leaving, "; ")));
   fmt::print("loss {:.5f}: perplexity {:+.2f} %\n", reached, percent(reached, plain));
   fmt::print("{:.0f} % of the time that FP8 saves is kept, by operations and bytes; memory {:+.2f} GB\n",
-             100 * (1 - lost / all),
+             100 * (most_seconds - step_seconds(tuned)) / (most_seconds - least_seconds),
              1e-9 * static_cast<double>(planned_bytes(tuned, 1) - planned_bytes(config, 1)));
   fmt::print("wrote {}; next: parka train {}\n", options.write_path, options.write_path);
   return 0;
