@@ -1,12 +1,13 @@
 #!/usr/bin/env python3
-"""Times the training of a mixture of experts by compiled PyTorch on one GPU, beside which `parka bench configs/olmoe-1b-7b-bench.json`
-is read.
+"""Times training by compiled PyTorch on one GPU, beside which `parka bench configs/llama2-7b-bench.json` or that of a mixture is read.
 
-    scripts/research/moe_peer_speed.py OUT [--model olmoe] [--batches 4 6 8] [--steps 8]
+    scripts/research/torch_speed.py OUT [--model olmoe] [--batches 4 6 8] [--steps 8] [--sequence-length 4096]
+    scripts/research/torch_speed.py OUT --model llama2-7b --batches 4 --sequence-length 2048
 
-Needs torch. It is what a user would write today: the whole model compiled; weights, products and AdamW's states (fused, without a master)
-in bf16; dropless grouped products, for which slots are sorted by expert and each expert's rows padded to 16; PyTorch's own attention.
-Tokens are random, and a step is one batch of sequences. GB (1e9 bytes) are in use on the device. OUT gets a JSON file for each batch.
+Needs torch. It is what a user would write today: the whole model compiled; weights and AdamW's states (fused, without a master) in bf16;
+PyTorch's own attention. Linear layers of the blocks of a dense model are FP8 products with a scale for each tensor, E4M3 and for gradients
+E5M2. Experts are dropless grouped products in bf16, for which slots are sorted by expert and each expert's rows padded to 16. Tokens are
+random, and a step is one batch of sequences. GB (1e9 bytes) are in use on the device. OUT gets a JSON file for each batch.
 """
 import argparse
 import gc
@@ -27,11 +28,59 @@ from torch.nn import functional as F  # noqa: E402
 WARMUPS, ROWS = 4, 16
 grouped_mm = getattr(F, "grouped_mm", None) or torch._grouped_mm
 
-# width, layers, query heads, key heads, width of a head, vocabulary, experts, chosen, width of an expert, normalized weights
+# width, layers, query heads, key heads, width of a head, vocabulary, experts, chosen, width of an expert, normalized weights; 0 experts
+# are one feed-forward as wide
 MODELS = {
+    "llama2-7b": (4096, 32, 32, 32, 128, 32000, 0, 0, 11008, False),
+    "olmo-1b": (2048, 16, 16, 16, 128, 50304, 0, 0, 8192, False),
     "olmoe": (2048, 16, 16, 16, 128, 50304, 64, 8, 1024, False),
     "qwen3-30b-a3b-8layers": (2048, 8, 32, 4, 128, 151936, 128, 8, 768, True),
 }
+
+
+def coded(x, dtype):
+    """Codes of a matrix, and the scale of the tensor."""
+    scale = x.abs().amax().float().clamp(min=1e-12) / torch.finfo(dtype).max
+    return (x.float() / scale).to(dtype), scale
+
+
+def product(a, b, fast):
+    """[M, K] and [N, K] with their scales to [M, N]."""
+    return torch._scaled_mm(a[0], b[0].t(), scale_a=a[1], scale_b=b[1], out_dtype=torch.bfloat16, use_fast_accum=fast)
+
+
+def turned(a):
+    return a[0].t().contiguous(), a[1]
+
+
+class Float8Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x, weight):
+        inputs, weights = coded(x, torch.float8_e4m3fn), coded(weight, torch.float8_e4m3fn)
+        ctx.save_for_backward(*inputs, *weights)
+        return product(inputs, weights, fast=True)
+
+    @staticmethod
+    def backward(ctx, d_out):
+        inputs, weights = ctx.saved_tensors[:2], ctx.saved_tensors[2:]
+        gradients = coded(d_out, torch.float8_e5m2)
+        return product(gradients, turned(weights), fast=True), product(turned(gradients), turned(inputs), fast=False)
+
+
+class Float8Linear(nn.Linear):
+    def forward(self, x):
+        return Float8Product.apply(x.reshape(-1, x.shape[-1]), self.weight).view(*x.shape[:-1], -1)
+
+
+class FeedForward(nn.Module):
+    def __init__(self, width, inner):
+        super().__init__()
+        self.up_gate = Float8Linear(width, 2 * inner, bias=False)
+        self.down = Float8Linear(inner, width, bias=False)
+
+    def forward(self, x):
+        up, gate = self.up_gate(x).chunk(2, dim=-1)
+        return self.down(up * F.silu(gate)), 0
 
 
 class Experts(nn.Module):
@@ -70,10 +119,11 @@ class Block(nn.Module):
         super().__init__()
         self.heads, self.keys, self.head = heads, keys, head
         self.norms = nn.ModuleList(nn.RMSNorm(width) for _ in range(2))
-        self.query_norm, self.key_norm = nn.RMSNorm(head), nn.RMSNorm(head)
-        self.qkv = nn.Linear(width, (heads + 2 * keys) * head, bias=False)
-        self.out = nn.Linear(heads * head, width, bias=False)
-        self.experts = Experts(width, experts, chosen, inner, normalizes)
+        linear = nn.Linear if experts else Float8Linear
+        self.query_norm, self.key_norm = (nn.RMSNorm(head) if experts else nn.Identity() for _ in range(2))
+        self.qkv = linear(width, (heads + 2 * keys) * head, bias=False)
+        self.out = linear(heads * head, width, bias=False)
+        self.experts = Experts(width, experts, chosen, inner, normalizes) if experts else FeedForward(width, inner)
 
     def rotated(self, x, angles):
         first, second = x.chunk(2, dim=-1)
