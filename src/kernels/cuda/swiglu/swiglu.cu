@@ -242,6 +242,13 @@ void write_product(CudaDevice& device, const Args& a, float* amax, bool is_found
     tiles::write_tensor(device, product_source(loader), rows, width, a.product, a.product_t, amax);
   };
   if (fits_tensor_tiles(a.product, a.product_t) && with_loader(a, NoGradient{}, write)) return;
+  // The input of a product that was left in bf16.
+  const bool is_plain = a.product.scaling == Scaling::kNone && a.product.data.dtype == DType::kBF16 &&
+                        is_aligned(a.product.data.data, 16) && a.product_t.empty();
+  const auto write_plain = [&](const auto& loader) {
+    tiles::write_plain(device, product_source(loader), rows, width, a.product.data);
+  };
+  if (is_plain && with_loader(a, NoGradient{}, write_plain)) return;
   write_any_product(device, a, amax, finds);
 }
 
