@@ -264,6 +264,7 @@ TEST_CASE("a measurement of another config or of several GPUs is refused", "[eng
       {[](Config& c) { c.data.documents = DocumentMode::kSeparate; }, "data.documents", true},
       {[](Config& c) { c.training.micro_batch_size = 1; }, "training.micro_batch_size", true},
       {[](Config& c) { c.training.global_batch_size = 16; }, "", true},
+      {[](Config& c) { c.model.num_layers = 3; }, "", true},
       {[](Config& c) { c.distributed.zero_stage = 2; }, "", true},
       {[](Config& c) { c.precision.weight_copies = WeightCopies::kRows; }, "", true},
       {[](Config& c) { c.precision.weight_copies = WeightCopies::kBoth; }, "", false},  // what `auto` stands for
@@ -299,4 +300,30 @@ TEST_CASE("a prediction divides the ranks as the run does", "[engine][step model
   CHECK(predict_step_by(one, divided, kLinks, 8).communication_seconds == seconds);
   divided.distributed.zero_stage = 1;
   CHECK(predict_step_by(one, divided, kLinks, 8).communication_seconds != seconds);
+}
+
+TEST_CASE("a measurement of fewer blocks predicts more of them", "[engine][step model]") {
+  const StepMeasurement one = Written(measurement()).read();
+  Config deeper = one.config;
+  deeper.model.num_layers = 7;
+  const double scale = 0.9 / own_seconds(one.config, 1, by_work);
+  CHECK(step_seconds(one, deeper, 1) == Approx(scale * own_seconds(deeper, 1, by_work)).epsilon(1e-4));
+}
+
+// Each of P ranks takes the tokens of all, of which every P-th choice falls to it, whatever room there is.
+TEST_CASE("products of divided experts are expected to have the rows of evenly chosen ones",
+          "[engine][step model][moe]") {
+  json config = measured_config();
+  config["model"].update({{"d_ffn", 64}, {"moe", {{"num_experts", 8}, {"experts_per_token", 3}}}});
+  config["data"]["sequence_length"] = 4096;  // so that padding is at most 4 % of the rows
+  const Seconds only_experts = [](const RecordedOp& op) { return op.op.starts_with("grouped_") ? by_work(op) : 0; };
+  const StepMeasurement one = Written(measurement(only_experts, config)).read();
+  Config whole = one.config;
+  whole.training.global_batch_size = 32;  // two micro-batches for each of 8 ranks
+  for (const int64_t ranks : {2, 4, 8}) {
+    CAPTURE(ranks);
+    Config divided = whole;
+    divided.distributed.expert_parallel = ranks;
+    CHECK(step_seconds(one, divided, 8) == Approx(step_seconds(one, whole, 8)).epsilon(0.05));
+  }
 }

@@ -132,12 +132,13 @@ struct StepPlan {
   StepPrediction prediction;
   int64_t num_gpus = 1, num_micro_batches = 1;
   double tokens_per_step = 0;
+  double flop = 1;                          // of a token, over those of the measured model's
   std::optional<StepMeasurement> measured;  // of this very run
 
   double tokens_per_second_per_gpu() const {
     return tokens_per_step / prediction.seconds / static_cast<double>(num_gpus);
   }
-  double efficiency() const { return tokens_per_second_per_gpu() / one.tokens_per_second_per_gpu(); }
+  double efficiency() const { return flop * tokens_per_second_per_gpu() / one.tokens_per_second_per_gpu(); }
   double error() const { return prediction.seconds / measured->step_seconds - 1; }
 };
 
@@ -165,6 +166,10 @@ Links links_of(const PlanOptions& options, double memory_bandwidth) {
   return links;
 }
 
+double flop_per_token(const Config& config) {
+  return speed_of(config, make_parameter_table(config.model, false), "").flop_per_token;
+}
+
 StepPlan plan_step(const Config& config, const PlanOptions& options) {
   require_whole_micro_batches(config, options.num_gpus);
   StepPlan plan;
@@ -174,6 +179,7 @@ StepPlan plan_step(const Config& config, const PlanOptions& options) {
   plan.num_micro_batches = config.micro_batches_per_step(options.num_gpus);
   plan.tokens_per_step = static_cast<double>(config.training.global_batch_size * config.data.sequence_length);
   plan.prediction = predict_step_by(plan.one, config, plan.links, options.num_gpus);
+  plan.flop = flop_per_token(config) / flop_per_token(plan.one.config);
   if (!options.compare_path.empty()) {
     plan.measured = read_step_measurement(options.compare_path);
     require_measurement_of(*plan.measured, config, options.num_gpus);
@@ -248,7 +254,7 @@ struct CardPlan {
 
 CardPlan plan_on_card(const Config& config, const PlanOptions& options) {
   CardPlan plan;
-  plan.flop_per_token = speed_of(config, make_parameter_table(config.model, false), "").flop_per_token;
+  plan.flop_per_token = flop_per_token(config);
   plan.speed = card_speed(options.card, config, plan.flop_per_token);
   plan.tokens =
       static_cast<double>(config.training.steps * config.training.global_batch_size * config.data.sequence_length);

@@ -144,8 +144,9 @@ std::vector<std::string> speed_differences(const Config& measured, const Config&
     const auto& [path, help, effects, target] = one.fields[i];
     const bool counts = has(effects, kStepTime) || (has(effects, kRunTime) && speed == SpeedOf::kRun);
     const auto old_value = get_field(one.fields[i]), new_value = get_field(other.fields[i]);
-    const bool is_open = path == "device.gemm_tuning" &&
-                         (configs[0].device.gemm_tuning_is_auto() || configs[1].device.gemm_tuning_is_auto());
+    const bool is_open = (path == "model.num_layers" && speed == SpeedOf::kOneGpu) ||
+                         (path == "device.gemm_tuning" &&
+                          (configs[0].device.gemm_tuning_is_auto() || configs[1].device.gemm_tuning_is_auto()));
     if (!counts || is_open || old_value == new_value) continue;
     differences.push_back(fmt::format("{}: {} measured, {} here", path, old_value.dump(), new_value.dump()));
     if (path == "data.documents" && !wanted.data.document_ids().any()) {  // SyntheticTokens

@@ -72,7 +72,7 @@ std::vector<std::string> weight_differences(const Config& saved, const Config& n
 // The differing keys that decide how fast a run is, one line each with both values.
 enum class SpeedOf : uint8_t {
   kRun,     // of all ranks
-  kOneGpu,  // of one GPU's work in a micro-batch: not how many there are, nor how ranks share the model
+  kOneGpu,  // of its work in a block and a micro-batch: not how many there are, nor how ranks share the model
 };
 std::vector<std::string> speed_differences(const Config& measured, const Config& wanted, SpeedOf speed);
 

@@ -279,6 +279,14 @@ class MeasuredOps {
   double copy_bandwidth_;
 };
 
+// The share of the rows at a rank's experts that have a token of evenly chosen ones. The cost of their products,
+// which knows no routing, is that of all rows.
+double share_of_rows(const Config& config) {
+  const int64_t ranks = config.distributed.expert_parallel, k = config.model.moe.experts_per_token;
+  if (ranks == 1) return 1;
+  return static_cast<double>(k) / static_cast<double>(ranks * std::min(k, config.model.moe.num_experts / ranks));
+}
+
 }  // namespace
 
 double collective_seconds(const Links& links, int64_t num_gpus, Kind kind, int64_t bytes) {
@@ -460,8 +468,11 @@ WorkSeconds measured_work(const StepMeasurement& one) {
 
 StepPrediction predict_step_by(const StepMeasurement& one, const Config& config, const Links& links,
                                int64_t num_gpus) {
-  const WorkSeconds work = measured_work(one);
+  WorkSeconds work = measured_work(one);
   require_same_speed(one, config, SpeedOf::kOneGpu);
+  work.of_op = [of_op = work.of_op, share = share_of_rows(config)](const RecordedOp& op) {
+    return (op.op.starts_with("grouped_") ? share : 1) * of_op(op);
+  };
   const Mesh mesh = zero_of(config, 0, num_gpus).mesh;
   return predict_step(record_step(config, num_gpus, one.one_kernel()), work, links, mesh);
 }
