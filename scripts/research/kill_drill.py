@@ -23,30 +23,33 @@ import numpy  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 STEPS, INTERVAL, KILL_AFTER = 60, 20, 30  # steps in all, between checkpoints, done before the kill
+NEAR = 0.02  # nats between losses of other numbers of ranks in FP8 (docs/distributed.md)
 
 
-def losses_by_step(folder):
-    losses = {}
+def records_by_step(folder):
+    """(loss, targets) of each."""
+    found = {}
     for line in (folder / "metrics.jsonl").read_text().splitlines():
         try:
             record = json.loads(line)
         except json.JSONDecodeError:
             continue  # a rank is writing it
         if "loss" in record:
-            losses[record["step"]] = record["loss"]
-    return losses
+            found[record["step"]] = record["loss"], record["targets"]
+    return found
 
 
-def start(arguments, folder, log):
+def start(arguments, folder, log, ranks, steps):
     options = {
-        "checkpoint.folder": folder, "checkpoint.interval": INTERVAL, "training.steps": STEPS,
+        "checkpoint.folder": folder, "checkpoint.interval": INTERVAL, "training.steps": steps,
         "training.eval_interval": 0, "data.train": json.dumps([str(arguments.out / "tokens.npy")]), "data.eval": "[]",
         "precision.recipe": "parka", "optimizer.states": "fp8_expanded", "optimizer.master": "fp32",
+        "data.documents": "separate", "data.document_end": 5, "training.log_interval": 1,
         "distributed.zero_stage": 3, "training.micro_batch_size": 4, "training.global_batch_size": 64,
     }
     sets = [f"{key}={value}" for key, value in options.items()] + arguments.set
     # A Path has lost the "./" of a name without folders, which would then be looked up in PATH.
-    command = ["bash", ROOT / "scripts/launch.sh", "-np", str(arguments.ranks), "--", arguments.program.absolute(), "train",
+    command = ["bash", ROOT / "scripts/launch.sh", "-np", str(ranks), "--", arguments.program.absolute(), "train",
                ROOT / "configs/olmo-150m.json", *(word for pair in sets for word in ("--set", pair))]
     environment = dict(os.environ, PARKA_RESTART_SECONDS="1")
     return subprocess.Popen(list(map(str, command)), stdout=log, stderr=subprocess.STDOUT, env=environment)
@@ -71,7 +74,7 @@ def ranks_of(launcher):
 
 def kill_one(launcher, folder):
     """Once KILL_AFTER steps are done. Returns the time of the kill."""
-    while not (folder / "metrics.jsonl").exists() or max(losses_by_step(folder), default=0) < KILL_AFTER:
+    while not (folder / "metrics.jsonl").exists() or max(records_by_step(folder), default=0) < KILL_AFTER:
         if launcher.poll() is not None:
             sys.exit(f"kill_drill.py: the run ended with {launcher.returncode} before the kill; see its log")
         time.sleep(0.02)
@@ -79,22 +82,40 @@ def kill_one(launcher, folder):
     return time.time()
 
 
-def run(arguments, name, disturbed):
+def run(arguments, name, disturbed=False, ranks=None, steps=STEPS):
     folder = arguments.out / name
-    with open(arguments.out / f"{name}.log", "w", encoding="utf-8") as log:
-        launcher = start(arguments, folder, log)
+    with open(arguments.out / f"{name}.log", "a", encoding="utf-8") as log:
+        launcher = start(arguments, folder, log, ranks or arguments.ranks, steps)
         killed = kill_one(launcher, folder) if disturbed else time.time()
         code = launcher.wait()
     if code != 0:
         sys.exit(f"kill_drill.py: {name}: launch.sh ended with {code}; see {arguments.out / name}.log")
     print(f"{name}: {time.time() - killed:.1f} s {'from the kill to' if disturbed else 'from start to'} end")
-    return losses_by_step(folder)
+    return records_by_step(folder)
+
+
+def check_moved(arguments, plain):
+    for ranks, steps in ((arguments.ranks, INTERVAL), (arguments.move_to, 2 * INTERVAL), (arguments.ranks, STEPS)):
+        moved = run(arguments, "moved", ranks=ranks, steps=steps)
+    if len({targets for _, targets in plain.values()}) < 8:
+        sys.exit("kill_drill.py: too few steps differ in their number of targets for it to show the order of data")
+    if (arguments.out / "moved.log").read_text().count("resuming from") != 2:
+        sys.exit("kill_drill.py: the moved run did not resume twice; see moved.log")
+    for step, (loss, targets) in plain.items():
+        moved_loss, moved_targets = moved.get(step, (float("nan"), 0))
+        if moved_targets != targets:
+            sys.exit(f"kill_drill.py: step {step} of the moved run has other data: {moved_targets} targets, not {targets}")
+        if not (moved_loss == loss if step <= INTERVAL else abs(moved_loss - loss) < NEAR):
+            sys.exit(f"kill_drill.py: step {step} of the moved run has the loss {moved_loss}, not {loss}")
+    largest = max(abs(moved[step][0] - plain[step][0]) for step in plain)
+    print(f"{arguments.ranks}, {arguments.move_to} and {arguments.ranks} ranks read the same data; losses differ by at most {largest:.2g}")
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("out", type=Path)
     parser.add_argument("--ranks", type=int, default=2)
+    parser.add_argument("--move-to", type=int, metavar="RANKS")
     parser.add_argument("--program", type=Path, default=ROOT / "build/cuda/parka")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE")
     arguments = parser.parse_args()
@@ -103,14 +124,16 @@ def main():
     arguments.out.mkdir(parents=True)
     tokens = numpy.random.default_rng(1).zipf(1.3, 1 << 22) % 50000
     tokens.astype(numpy.uint16).tofile(arguments.out / "tokens.npy")
-    plain, killed = (run(arguments, name, name == "killed") for name in ("plain", "killed"))
+    plain, killed = (run(arguments, name, disturbed=name == "killed") for name in ("plain", "killed"))
     starts = (arguments.out / "killed.log").read_text().count("launch.sh: starting")
     if starts != 2:
         sys.exit(f"kill_drill.py: launch.sh started the killed run {starts} times, not twice; see killed.log")
     different = [step for step in range(1, STEPS + 1) if step not in plain or killed.get(step) != plain[step]]
     if different:
         sys.exit(f"kill_drill.py: losses differ at steps {different}")
-    print(f"losses of all {STEPS} steps are equal to the bit; the last is {plain[STEPS]:.6f}")
+    print(f"losses of all {STEPS} steps are equal to the bit; the last is {plain[STEPS][0]:.6f}")
+    if arguments.move_to:
+        check_moved(arguments, plain)
 
 
 main()

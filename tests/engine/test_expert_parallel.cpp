@@ -16,8 +16,9 @@ struct Ranks {
   int ranks;
   int64_t divided_by, stage, shard_size;
 };
-constexpr Ranks kSplits[] = {{2, 2, 0, 0}, {2, 2, 1, 0}, {2, 2, 2, 0}, {2, 2, 3, 0}, {4, 2, 0, 0}, {4, 2, 1, 0},
-                             {4, 2, 2, 0}, {4, 2, 3, 0}, {4, 2, 2, 2}, {4, 4, 0, 0}, {4, 4, 1, 0}, {4, 4, 3, 0}};
+constexpr Ranks kSplits[] = {{2, 2, 0, 0}, {2, 2, 1, 0}, {2, 2, 2, 0}, {2, 2, 3, 0}, {4, 2, 0, 0},
+                             {4, 2, 1, 0}, {4, 2, 2, 0}, {4, 2, 3, 0}, {4, 2, 2, 2}, {4, 4, 0, 0},
+                             {4, 4, 1, 0}, {4, 4, 3, 0}, {8, 4, 3, 4}, {8, 8, 1, 0}};
 
 // Each term of the loss counts, also what a wrong factor of a single one would change.
 Config mixture(const TemporaryFolder& folder, const std::string& recipe) {
