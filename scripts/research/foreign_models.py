@@ -4,10 +4,10 @@
     foreign_models.py OUT --name smollm2-135m --model IMPORTED --train TOKENS.npy --text licences=FILE --text docs=FILE
 
 IMPORTED is a folder of `parka import`. Tuning measures on TOKENS, perplexity is that of the texts, which it has not seen. Fine-tuning runs 300
-steps of all weights, and of adapters over a base in FP8, for each seed, and is compared in the run's own numerics and in bf16, in which an
-export is used; `parka bench` of BENCH at its widths, with as many of its blocks'
-products of each kind in bf16, says how much of FP8's gain in time is left. Appends lines in the form of docs/results/figures.jsonl to
-OUT/figures.jsonl: perplexity rises over bf16 in percent, gaps to bf16's held-out loss in nats, the share of FP8's gain.
+steps of all weights, and of adapters over a base in FP8, for each seed. It is compared in the run's own numerics, and in bf16, in which an
+export is used. `parka bench` of BENCH at its widths, with as many of its blocks' products of each kind in bf16, says how much of FP8's gain in
+time is left. Appends lines in the form of docs/results/figures.jsonl to OUT/figures.jsonl: perplexity rises over bf16 in percent, gaps to bf16's
+held-out loss in nats, the share of FP8's gain.
 """
 import argparse
 import datetime
@@ -113,7 +113,7 @@ class Measurement:
                 names += [f"blocks.{block}.{suffix}" for block in range(round(counts[suffix] / blocks * self.args.bench_layers))]
         of_bench = {**tuned, "precision.unquantized": names}
         seconds = [self.step_seconds(keys) for keys in ({"precision.recipe": "bf16"}, {"precision.recipe": self.args.recipe}, of_bench)]
-        self.figure("tuned.of_fp8_gain", [(seconds[0] - seconds[2]) / (seconds[0] - seconds[1])], "1",
+        self.figure(f"{self.args.name}.tuned.of_fp8_gain", [(seconds[0] - seconds[2]) / (seconds[0] - seconds[1])], "1",
                     f"parka bench {os.path.basename(self.args.bench)}, {self.args.bench_layers} blocks, of which "
                     f"{counts} of {blocks} as in {self.args.name}; step {seconds[0]:.4f} s in bf16, {seconds[1]:.4f} s in {self.args.recipe}, "
                     f"{seconds[2]:.4f} s tuned")
