@@ -478,6 +478,7 @@ TEST_CASE("hazard: adamw_step takes tensors of a wrong shape or dtype without a 
   CHECK(is_refused([&](AdamwStep& a) { a.gradient = u16; }));
   CHECK(is_refused([&](AdamwStep& a) { a.gradient = shorter; }));
   CHECK(is_refused([&](AdamwStep& a) { a.exp_avg.amax = {}; }));
+  CHECK(is_refused([&](AdamwStep& a) { a.exp_avg = {.values = fp32}; }));
   CHECK(is_refused([&](AdamwStep& a) { a.exp_avg_sq.exponent = a.exp_avg_sq.amax; }));
   CHECK(is_refused([&](AdamwStep& a) { a.grad_scale = shorter; }));
   CHECK(is_refused([&](AdamwStep& a) { a.grad_scale = {}; }));

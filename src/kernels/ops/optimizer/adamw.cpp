@@ -44,6 +44,7 @@ void adamw_step(Device& device, const AdamwStep& a) {
   check_tensor("adamw_step", "gradient", a.gradient, {N}, {DType::kF32, DType::kBF16});
   check_moment("adamw_step", "exp_avg", a.exp_avg, N);
   check_moment("adamw_step", "exp_avg_sq", a.exp_avg_sq, N);
+  PARKA_REQUIRE(a.exp_avg.values.dtype == a.exp_avg_sq.values.dtype);  // no config asks for others
   check_tensor("adamw_step", "grad_scale", a.grad_scale, {1}, {DType::kF32});
   PARKA_REQUIRE(a.bias_correction1 > 0 && a.bias_correction2 > 0);
   if (N == 0) return;
