@@ -276,7 +276,7 @@ struct TelemetryConfig {
   template <typename Visitor>
   void fields(Visitor& visit) {
     visit("interval", interval,
-          "Steps between reports of the quantization error of each kind of FP8 tensor and of attention, see "
+          "Steps between reports on FP8 tensors, attention, expanded moments, Muon's updates and experts, see "
           "docs/telemetry.md; 0: never. Does not change a bit of the training",
           IntegerRange{}, kNoEffect);
   }
