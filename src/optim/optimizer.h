@@ -154,7 +154,7 @@ class Optimizer {
   // ... are orthogonalized there, ...
   void orthogonalize(Device& device, const UpdateGroup& group) {
     matrices_.orthogonalize(device, group);
-    matrices_.measure(device, group);
+    matrices_.measure(device, group, is_first_of_experts_);
   }
   // ... and come back; then the update of this rank's part of each parameter.
   void queue_update(Device& device, const Update& update, const UpdateGroup& group);

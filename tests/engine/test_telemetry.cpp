@@ -231,7 +231,7 @@ TEST_CASE("telemetry reports the updates that Muon makes", "[engine][telemetry][
           REQUIRE((numbers["rms"].size() == kLayers && numbers["singular_value"].size() == kLayers));
           REQUIRE(numbers["rms"][l].size() == (is_frozen ? 0 : count));
           REQUIRE(numbers["singular_value"][l].size() == (is_frozen ? 0 : count));
-          // Of gradients of few tokens, which have small singular values, too.
+          // Gradients of few tokens have small singular values, too.
           for (const double rms : numbers["rms"][l]) CHECK((rms > 0.05 && rms < 0.25));
           for (const double largest : numbers["singular_value"][l]) CHECK((largest > 0.6 && largest < 1.25));
         }

@@ -14,7 +14,7 @@
 
 namespace parka {
 
-// What is done before a parameter is updated.
+// The work to be done before a parameter is updated.
 struct BeforeUpdate {
   const IntegrityChecks* checks = nullptr;  // hash what is watched of it into Table::kUnchanged; null: nothing does
   StagingBuffer* staging = nullptr;         // a save copies it; null: none does

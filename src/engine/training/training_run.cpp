@@ -361,9 +361,8 @@ void TrainingRun::release_update(StepReport& report) {
     before.checks = &declared_.checks;
     declared_.checks.clear(device_, kTable);
     const std::vector<ParameterInfo>& parameters = declared_.model.parameters().all;
-    for (size_t i = 0; i < parameters.size(); ++i) {
-      if (!parameters[i].trainable)
-        declared_.checks.hash_watched(device_, kTable, i);  // of which no update is told
+    for (size_t i = 0; i < parameters.size(); ++i) {  // no update is told of frozen ones
+      if (!parameters[i].trainable) declared_.checks.hash_watched(device_, kTable, i);
     }
   }
   bound_.release_update(update, report.learning_rate, std::move(before));

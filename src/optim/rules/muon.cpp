@@ -203,7 +203,6 @@ void MatrixUpdates::declare_telemetry(MemoryPlan& plan) {
   int64_t longest = 0;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
-    is_first_of_experts_ &= p.placement.expert_place == 0;
     if (!p.trainable || rule_of(config_, p) != UpdateRule::kMuon) continue;
     for (int64_t place = 0; place < p.placement.expert_places; ++place) {
       for (const int64_t m : matrix_rows(p)) measured_.push_back({i, m, p.cols});
@@ -226,8 +225,7 @@ void MatrixUpdates::begin_telemetry(Device& device, bool measures) {
   device.copy_to_device(vectors_.data, signs.data(), vectors_.rows(0, 1).bytes());
 }
 
-// Ranks that have the whole of a matrix, because they divide experts alone, have it in their sum once.
-void MatrixUpdates::measure(Device& device, const UpdateGroup& group) const {
+void MatrixUpdates::measure(Device& device, const UpdateGroup& group, bool count_whole) const {
   if (!measures_) return;
   const Directions d = directions(group);
   for (int64_t row = 0; row < d.whole.dim[0]; ++row) {
@@ -235,7 +233,7 @@ void MatrixUpdates::measure(Device& device, const UpdateGroup& group) const {
     const size_t i = group.owned[static_cast<size_t>(row * states.size + states.rank)];
     if (i == UpdateGroup::kNone) continue;
     const ParameterInfo& p = parameters_[i];
-    if (states.size == 1 && !p.placement.is_by_expert() && !is_first_of_experts_) continue;
+    if (!count_whole && states.size == 1 && !p.placement.is_by_expert()) continue;
     const auto first = std::ranges::lower_bound(measured_, i, {}, &Matrix::parameter) - measured_.begin();
     int64_t at = first + p.placement.expert_place * std::ssize(matrix_rows(p)), begin = 0;
     const TensorView parameter = d.whole.rows(row, 1).reshaped({d.whole.numel() / d.whole.dim[0]});

@@ -49,9 +49,9 @@ class MatrixUpdates {
 
   // ---- Telemetry ----
 
-  // A matrix [m, n] of a parameter; of experts those of all ranks. From its sums, |O|^2, |u|^2 and |v|^2 of
-  // measure(): the root mean square of its update O, and a lower bound of the largest singular value before the
-  // scale.
+  // A matrix [m, n] of a parameter, also of experts that other ranks have. Its sums are the |O|^2, |u|^2 and |v|^2
+  // of measure(). They give the root mean square of its update O, and a lower bound of the largest singular value
+  // before the scale.
   struct Matrix {
     size_t parameter;
     int64_t m, n;
@@ -63,7 +63,8 @@ class MatrixUpdates {
   const std::vector<Matrix>& measured() const { return measured_; }
   // From now on measure() leaves the sums of what orthogonalize() made, or does nothing.
   void begin_telemetry(Device& device, bool measures);
-  void measure(Device& device, const UpdateGroup& group) const;
+  // A matrix that all ranks of a sum have is left to those that count_whole.
+  void measure(Device& device, const UpdateGroup& group, bool count_whole) const;
   // [measured(), kSums] fp32, zeros for matrices of other ranks; empty where nothing is measured.
   TensorView sums() const { return measures_ ? sums_ : TensorView(); }
 
@@ -79,7 +80,7 @@ class MatrixUpdates {
   TensorId pieces_id_, whole_id_, other_id_, gram_id_, polynomial_id_;
   TensorView pieces_, whole_, other_, gram_, polynomial_;
   std::vector<Matrix> measured_;  // with telemetry: in the order of parameters
-  bool measures_ = false, is_first_of_experts_ = true;
+  bool measures_ = false;
   TensorId sums_id_, vectors_id_;
   TensorView sums_, vectors_;
 };

@@ -48,7 +48,8 @@ struct BatchedGemm {
   TensorView addend = {};  // [count, M, N]; empty: nothing is added
   float addend_factor = 0;
   TensorView out;  // [count, M, N]
-  // What is computed of out: rows from first_row on, columns up to end_col, or all with 0. Multiples of 8.
+  // The block of out that is computed: from this row and column on, up to end_col, or to the end with 0. Multiples
+  // of 8.
   int64_t first_row = 0, first_col = 0, end_col = 0;
 };
 void multiply_batch(CudaDevice& device, const BatchedGemm& a);
