@@ -22,7 +22,7 @@ Curves in TensorBoard, W&B and MLflow:
     tasks/NAME/score, acc, len_norm, ...          evaluation.tasks
     telemetry/TENSOR/error/median, .../max, ...   docs/telemetry.md, kind "quantization": over the blocks
     telemetry/PARAMETER/MOMENT/k/median, ...      kind "moments": quartiles and mean of k, each the median over the blocks
-    telemetry/PARAMETER/update/rms/median, ...    kind "updates": over the matrices of all blocks
+    telemetry/PARAMETER/update/rms/median, ...    kind "updates": rms and singular_value, over the matrices of all blocks
     telemetry/attention_backward/imbalance/max, ...   kind "attention": over the blocks
     telemetry/routing/expert_load/max, ...        kind "routing": over the blocks
 

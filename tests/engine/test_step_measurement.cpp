@@ -291,7 +291,7 @@ TEST_CASE("a prediction divides the ranks as the run does", "[engine][step model
   json config = measured_config();
   config["model"].update({{"d_ffn", 64}, {"moe", {{"num_experts", 8}, {"experts_per_token", 2}}}});
   const StepMeasurement one = Written(measurement(by_work, config)).read();
-  // Of all states each rank has its experts' and all others: four ranks have copies, wherever the shards' ends are.
+  // Each rank has all states but those of others' experts: four ranks have copies, wherever the shards' ends are.
   Config divided = one.config;
   divided.training.global_batch_size = 16;
   divided.distributed.expert_parallel = 2;

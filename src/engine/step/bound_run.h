@@ -16,7 +16,7 @@ namespace parka {
 
 // The work to be done before a parameter is updated.
 struct BeforeUpdate {
-  const IntegrityChecks* checks = nullptr;  // hash what is watched of it into Table::kUnchanged; null: nothing does
+  const IntegrityChecks* checks = nullptr;  // hash its watched tensors into Table::kUnchanged; null: none does
   StagingBuffer* staging = nullptr;         // a save copies it; null: none does
   std::vector<size_t> last_staged = {};     // by parameter: the last of its tensors in that buffer
 
