@@ -113,7 +113,7 @@ class Measurement:
                 names += [f"blocks.{block}.{suffix}" for block in range(round(counts[suffix] / blocks * self.args.bench_layers))]
         of_bench = {**tuned, "precision.unquantized": names}
         seconds = [self.step_seconds(keys) for keys in ({"precision.recipe": "bf16"}, {"precision.recipe": self.args.recipe}, of_bench)]
-        self.figure(f"{self.args.name}.tuned.of_fp8_gain", [(seconds[0] - seconds[2]) / (seconds[0] - seconds[1])], "1",
+        self.figure("tuned.of_fp8_gain", [(seconds[0] - seconds[2]) / (seconds[0] - seconds[1])], "1",
                     f"parka bench {os.path.basename(self.args.bench)}, {self.args.bench_layers} blocks, of which "
                     f"{counts} of {blocks} as in {self.args.name}; step {seconds[0]:.4f} s in bf16, {seconds[1]:.4f} s in {self.args.recipe}, "
                     f"{seconds[2]:.4f} s tuned")
