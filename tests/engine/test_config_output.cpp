@@ -238,7 +238,7 @@ TEST_CASE("each key that decides how fast a GPU is counts alone", "[engine][conf
     Change change;
   };
   const Key keys[] = {
-      {"model.num_layers", [](Config& c) { c.model.num_layers = 3; }},
+      {"model.d_ffn", [](Config& c) { c.model.d_ffn = 48; }},
       {"precision.group_size", [](Config& c) { c.precision.group_size = 128; }},
       {"optimizer.states", [](Config& c) { c.optimizer.states = StateFormat::kBf16; }},
       {"optimizer.master", [](Config& c) { c.optimizer.master = MasterForm::kNone; }},
@@ -268,6 +268,10 @@ TEST_CASE("each key that decides how fast a GPU is counts alone", "[engine][conf
   unlike.distributed.zero_stage = 1;
   CHECK(speed_differences(measured, unlike, SpeedOf::kOneGpu).empty());
   CHECK(speed_differences(measured, unlike, SpeedOf::kRun).size() == 1);
+  // A deeper model has more of the same blocks.
+  unlike.model.num_layers = 3;
+  CHECK(speed_differences(measured, unlike, SpeedOf::kOneGpu).empty());
+  CHECK(speed_differences(measured, unlike, SpeedOf::kRun).size() == 2);
 }
 
 TEST_CASE("a run resumes with the same targets and weights written in another way", "[engine][config]") {
