@@ -361,7 +361,7 @@ void launch_backward(CudaDevice& device, const AttentionBackward& a) {
   auto* const statistics = static_cast<RowStatistics*>(device.workspace("attention_backward", workspace_of(a)));
   compute_row_statistics(device, a, statistics);
 
-  const auto queue = [&](auto* kernel, int threads, int shared_bytes, int tile_rows, int heads,
+  const auto queue = [&](auto* kernel, unsigned threads, int shared_bytes, int tile_rows, int heads,
                          int64_t bytes_per_head) {
     check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared_bytes),
           "attention_backward");

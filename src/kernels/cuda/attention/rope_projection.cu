@@ -36,7 +36,7 @@ struct RotatedCodes {
   struct Angles {
     Stored<float, kWidth> cos, sin;
   };
-  __device__ Angles angles(int row, int pair) const {
+  [[maybe_unused]] __device__ Angles angles(int row, int pair) const {
     const unsigned position = static_cast<unsigned>(positions.of(min(row, rows - 1)));
     const float* const cos_D = cos_sin_SD + (position * 2 * half + pair);
     return {load_stored<kWidth>(cos_D), load_stored<kWidth>(cos_D + half)};

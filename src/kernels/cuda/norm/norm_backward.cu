@@ -221,7 +221,7 @@ template <NormKind kKind, bool kWide, bool kFindsAmax, typename Rows, typename W
 int launch_rows(CudaDevice& device, const NormBackward& a, const Workspace& workspace, const Rows& x,
                 const W* weight, const G* d_y) {
   const int64_t rows = a.x.num_rows(), cols = a.x.num_cols();
-  const int threads = threads_for(cols);
+  const unsigned threads = threads_for(cols);
   const auto kernel = norm_backward_kernel<Rows, W, G, kKind, kWide, kFindsAmax>;
   int64_t blocks = rows;
   if constexpr (has_weight(kKind)) {

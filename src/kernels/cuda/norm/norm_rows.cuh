@@ -217,9 +217,9 @@ inline bool fits_wide(int64_t cols, int width, std::initializer_list<const void*
   return cols % width == 0 && cols <= kMaxWideCols && are_aligned(tensors);
 }
 
-inline int threads_for(int64_t cols) {
+inline unsigned threads_for(int64_t cols) {
   const int64_t warps = ceil_div(cols, int64_t{kThreadElements} * kWarpSize);
-  return static_cast<int>(std::min<int64_t>(warps, kMaxWarps)) * kWarpSize;
+  return static_cast<unsigned>(std::min<int64_t>(warps, kMaxWarps)) * kWarpSize;
 }
 
 // Calls f with a constant for a kind of norm, to instantiate a kernel for it. kNone is no norm.

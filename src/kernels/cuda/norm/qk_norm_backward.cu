@@ -318,7 +318,7 @@ bool fits_wide_groups(const QkNormShape& shape, int width, std::initializer_list
 
 // Blocks of a kernel that run at once, as far as there is work and workspace for them.
 template <typename Kernel>
-unsigned backward_blocks(CudaDevice& device, const Kernel& kernel, int threads, int64_t parts, int64_t work,
+unsigned backward_blocks(CudaDevice& device, const Kernel& kernel, unsigned threads, int64_t parts, int64_t work,
                          int weight_columns) {
   int resident = 0;
   check(cudaOccupancyMaxActiveBlocksPerMultiprocessor(&resident, kernel, threads, 0), "qk_norm_backward");
@@ -354,7 +354,7 @@ struct QkBackwardLaunch {
   template <bool kWide, typename Input>
   unsigned by_groups(const Input& x) const {
     const unsigned parts = wants_amax() ? 3 : 2;
-    const int threads = threads_for(shape.queries.width);
+    const unsigned threads = threads_for(shape.queries.width);
     const auto rows = static_cast<unsigned>(a.x.num_rows());
     const auto kernel = qk_norm_backward_groups_kernel<Input, T, W, kWide>;
     const unsigned blocks = backward_blocks(device, kernel, threads, parts, rows, shape.weight_columns);

@@ -378,7 +378,7 @@ void qk_norm_rope_forward(Device& any_device, const QkNormRopeForward& a) {
   if (!a.saved.empty()) cuda::quantize(device, Quantize{.x = a.x, .out = a.saved, .out_t = {}});
   const AnySource x(a.saved.empty() ? a.x : a.saved);
   const bool full = a.kind == QkNormKind::kFull;
-  const int threads = threads_for(full ? a.num_heads * a.cos_sin.dim[1] : a.cos_sin.dim[1]);
+  const unsigned threads = threads_for(full ? a.num_heads * a.cos_sin.dim[1] : a.cos_sin.dim[1]);
   with_plain_type(a.out.dtype, [&](auto out) {
     with_plain_type(a.q_weight.dtype, [&](auto weight) {
       using T = decltype(out);
