@@ -36,11 +36,13 @@ struct RotatedCodes {
   struct Angles {
     Stored<float, kWidth> cos, sin;
   };
-  [[maybe_unused]] __device__ Angles angles(int row, int pair) const {
+#if PARKA_SM90_CODE
+  __device__ Angles angles(int row, int pair) const {
     const unsigned position = static_cast<unsigned>(positions.of(min(row, rows - 1)));
     const float* const cos_D = cos_sin_SD + (position * 2 * half + pair);
     return {load_stored<kWidth>(cos_D), load_stored<kWidth>(cos_D + half)};
   }
+#endif
 
   // A thread makes these of its pairs.
   struct Made {
