@@ -79,7 +79,8 @@ class Measurement:
                           "training.global_batch_size": self.args.batch, "training.eval_interval": 0, "optimizer.lr": 2e-5,
                           "optimizer.schedule.warmup_steps": self.args.steps // 10, **self.shape, **precision, **keys})
             open(os.path.join(run, "done"), "w", encoding="utf-8").close()
-        return {numerics: self.losses(run, {"precision.eval": numerics}) for numerics in ("same", "bf16")}
+        own = self.losses(run, {"precision.eval": "same"})
+        return {"same": own, "bf16": own if precision["precision.recipe"] == "bf16" else self.losses(run, {"precision.eval": "bf16"})}
 
     def gaps(self, tuned):
         methods = {"finetune": {}, "lora": {**LORA, "optimizer.lr": 2e-4}}

@@ -51,7 +51,7 @@ struct Zero {
   Mesh mesh = {};
 
   Shard shard() const { return stage == 0 ? Shard{} : shard_among(Peers::kShard); }
-  // That of the ranks that have the same experts.
+  // This rank's among the ranks that have the same experts.
   Shard shard_of_experts() const { return stage == 0 ? Shard{} : shard_among(Peers::kExpertShard); }
   bool shards_states() const { return stage >= 1 && mesh.size(Peers::kShard) > 1; }
   bool shards_gradients() const { return stage >= 2 && mesh.size(Peers::kShard) > 1; }

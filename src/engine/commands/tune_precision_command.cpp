@@ -33,7 +33,7 @@ struct Choice {
   bool leaves = false;  // FP8
 };
 
-// Of a step, by its operations and bytes, at the rates that an H200 reaches in steps of Llama-2-7B.
+// The time of a step, by its operations and bytes, at the rates that an H200 reaches in steps of Llama-2-7B.
 double step_seconds(const Config& config) {
   constexpr double kFloat8Rate = 1.25e15, kRate = 6.8e14, kAttentionRate = 3.8e14, kBandwidth = 3.6e12;
   const auto of_op = [](const RecordedOp& op) {
@@ -130,7 +130,7 @@ class Tuning {
       fmt::print("{:<32} {:+.5f}\n", choices_[i].name, choices_[i].rise);
       std::fflush(stdout);
     }
-    // What costs no time comes first, or last if it does not help.
+    // A choice that costs no time comes first, or last if it does not help.
     std::ranges::stable_sort(choices_, std::ranges::greater(),
                              [](const Choice& c) { return c.rise / std::max(c.cost, 1e-9); });
   }
@@ -241,9 +241,11 @@ int run_tune_precision(const TunePrecisionOptions& options) {
   const double most_seconds = tuning.seconds([](size_t) { return true; }), least_seconds = step_seconds(config);
   fmt::print("\nleave FP8: {}\n", leaving.empty() ? "nothing" : fmt::format("{}", fmt::join(leaving, "; ")));
   fmt::print("loss {:.5f}: perplexity {:+.2f} %\n", reached, percent(reached, plain));
-  fmt::print("{:.0f} % of the time that FP8 saves is kept, by operations and bytes; memory {:+.2f} GB\n",
-             100 * (most_seconds - step_seconds(tuned)) / (most_seconds - least_seconds),
-             1e-9 * static_cast<double>(planned_bytes(tuned, 1) - planned_bytes(config, 1)));
+  if (most_seconds > least_seconds) {
+    fmt::print("{:.0f} % of the time that FP8 saves is kept, by operations and bytes\n",
+               100 * (most_seconds - step_seconds(tuned)) / (most_seconds - least_seconds));
+  }
+  fmt::print("memory {:+.2f} GB\n", 1e-9 * static_cast<double>(planned_bytes(tuned, 1) - planned_bytes(config, 1)));
   fmt::print("wrote {}; next: parka train {}\n", options.write_path, options.write_path);
   return 0;
 }

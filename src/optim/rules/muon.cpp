@@ -228,8 +228,8 @@ void MatrixUpdates::begin_telemetry(Device& device, bool measures) {
 void MatrixUpdates::measure(Device& device, const UpdateGroup& group, bool count_whole) const {
   if (!measures_) return;
   const Directions d = directions(group);
+  const Shard& states = first_of(group).placement.states;
   for (int64_t row = 0; row < d.whole.dim[0]; ++row) {
-    const Shard& states = first_of(group).placement.states;
     const size_t i = group.owned[static_cast<size_t>(row * states.size + states.rank)];
     if (i == UpdateGroup::kNone) continue;
     const ParameterInfo& p = parameters_[i];
