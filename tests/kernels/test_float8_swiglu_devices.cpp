@@ -10,16 +10,22 @@ using namespace parka::test;
 namespace {
 
 const Format kGroup16{DType::kE4M3, Scaling::kGroup, 16, DType::kBF16};
+const Format kGroupOfTwoThreads{DType::kE4M3, Scaling::kGroup, 32, DType::kBF16};
+const Format kGroupOfFourThreads{DType::kE4M3, Scaling::kGroup, 64, DType::kBF16};
 const Format kGroup32{DType::kE5M2, Scaling::kGroup, 32, DType::kF32};
 const Format kGroup128{DType::kE4M3, Scaling::kGroup, 128, DType::kF32};
 const Format kE4M3{DType::kE4M3, Scaling::kTensor};
 const Format kE5M2{DType::kE5M2, Scaling::kTensor};
 
-// [up | gate] of each row, with gates from -40 to 40, some groups of zeros, and some tiny ones.
+// [up | gate] of each row, with gates from -40 to 40, some groups of zeros, and some tiny ones. The last 16 columns
+// tend to have the largest products, and the 48 before them the largest of up in their groups.
 std::vector<float> up_gate_values(const MatrixShape& s) {
   std::vector<float> x = random_bf16(s.rows * 2 * s.cols, 211);
   for (int64_t i = 0; i < s.rows * 2 * s.cols; ++i) {
-    if (i % (2 * s.cols) >= s.cols && i % 5 == 0) x[i] *= 8;
+    const int64_t col = i % s.cols;
+    const bool is_gate = i % (2 * s.cols) >= s.cols;
+    if (is_gate && i % 5 == 0) x[i] *= 8;
+    if (s.cols > 64 && col >= s.cols - 64) x[i] *= col >= s.cols - 16 ? (is_gate ? 1 : 4) : (is_gate ? 0.0625f : 8);
     if (i / 16 % 29 == 3) x[i] = 0;
     if (i / 16 % 29 == 7) x[i] = std::ldexp(x[i], -108);
   }
@@ -121,8 +127,8 @@ void check_swiglu_forward(Device& device, const SwigluCase& c, const Format& for
   CHECK(first_difference("product again", again.product, got.product) == "");
 }
 
-const std::vector<MatrixShape> kSwigluShapes = {{1, 16},   {37, 48},   {130, 128}, {64, 256},
-                                                {129, 96}, {33, 1376}, {192, 640}, {5, 11008}};
+const std::vector<MatrixShape> kSwigluShapes = {{1, 16},    {37, 48},  {130, 128}, {64, 256}, {129, 96},
+                                                {33, 1376}, {70, 320}, {192, 640}, {5, 11008}};
 
 // Every way to be given up_gate that is possible at this width. Which activation it is is a number that kernels are
 // given: with GELU what has kernels of its own, and one of the rest, a bf16 up_gate with a saved silu.
@@ -130,11 +136,16 @@ std::vector<SwigluCase> swiglu_cases(const MatrixShape& s) {
   std::vector<SwigluCase> cases = {{s, plain_format(DType::kF32), false, nullptr},
                                    {s, plain_format(DType::kBF16), false, nullptr},
                                    {s, plain_format(DType::kBF16), false, &kGroup16}};
-  for (const Format& format : {kGroup16, kGroup32, kGroup128}) {
+  const std::pair<Format, const Format*> coded[] = {{kGroup16, &kGroup16},
+                                                    {kGroup32, &kGroup16},
+                                                    {kGroupOfTwoThreads, &kGroupOfTwoThreads},
+                                                    {kGroupOfFourThreads, &kGroupOfFourThreads},
+                                                    {kGroup128, &kGroup128}};
+  for (const auto& [format, of_silu] : coded) {
     if (s.cols % format.group != 0) continue;
     for (const bool from_plain : {false, true}) {
-      for (const Format* silu : {static_cast<const Format*>(nullptr), &format}) {
-        cases.push_back({s, format, from_plain, silu ? (format.group == 128 ? &kGroup128 : &kGroup16) : nullptr});
+      for (const Format* silu : {static_cast<const Format*>(nullptr), of_silu}) {
+        cases.push_back({s, format, from_plain, silu});
       }
     }
   }

@@ -12,7 +12,7 @@
 
 // SwiGLU:   product = up * silu(gate)        d_up   = d_product * silu(gate)
 //                                            d_gate = d_product * up * silu'(gate)
-//                                            d_factor[t] = sum over a row of d_product * product
+//                                            d_factor[t] = sum over a row of d_product * up * silu(gate)
 // (and act for silu where a model has another activation; swiglu_elements.cuh has the functions of one element).
 //
 //   T, F        rows (tokens), columns of the product; up_gate is [T, 2F], up before gate
@@ -194,12 +194,14 @@ struct GateQuantization {
   }
 };
 
-// A thread has up and gate of its part of a tile of [T, F].
+// A thread has up and gate of its part of a tile of [T, F]. Threads past the last column have its numbers again,
+// and so groups of their own, whose scales are not those of the numbers: their products do not count.
 template <typename F8, bool kSavesSilu, typename Activation, bool kFactored>
 __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
     quantize_gate_kernel(const GateQuantization<Activation> q, const float* row_factor) {
   __shared__ uint32_t shared[tiles::kWarps];
   const tiles::Place place;
+  const bool counts = place.col < q.codes.width;
   float amax = 0.0f;
   tiles::for_each_row(q, q.codes.rows, q.codes.width,
                       [&](int k, const typename GateQuantization<Activation>::Fetched& fetched) {
@@ -207,9 +209,9 @@ __global__ void __launch_bounds__(tiles::kThreads, tiles::kFetchingBlocks)
                         q.codes.store(made, place.row + k, place.col);
                         if constexpr (kFactored) {
                           const float factor = row_factor[min(place.row + k, q.codes.rows - 1)];
-                          amax = fmaxf(amax, fabsf(scaled_by(factor, made.amax)));
+                          amax = fmaxf(amax, counts ? fabsf(scaled_by(factor, made.amax)) : 0.0f);
                         } else {
-                          amax = fmaxf(amax, made.amax);
+                          amax = fmaxf(amax, counts ? made.amax : 0.0f);
                         }
                       });
   if (q.amax != nullptr) raise_to_block_max<tiles::kThreads>(q.amax, amax, shared);
