@@ -9,8 +9,9 @@
 //   v += (1 - beta2) (g^2 - v)                   second moment, exp_avg_sq
 //   w -= lr (m / bias1 / (sqrt(v / bias2) + eps) + weight_decay w)        update_weight() of step_kernels.cuh
 //
-// with bias_i = 1 - beta_i^t, by whose rounded reciprocals numbers are multiplied. Weights are bf16 or fp32, with a
-// master or what is left of one beside them (SteppedWeights of step_kernels.cuh), gradients bf16 or fp32.
+// with bias_i = 1 - beta_i^t. Numbers are multiplied by the rounded 1 / bias1 and 1 / sqrt(bias2). Weights are bf16
+// or fp32, with a master or what is left of one beside them (SteppedWeights of step_kernels.cuh), gradients bf16 or
+// fp32.
 //
 // A lane has a part of each tensor in registers, as floats g[e], m[e], v[e], w[e] (lanes.cuh); moments.cuh says how
 // m and v are stored in FP8. There are two kernels, which give equal bits:
@@ -26,7 +27,7 @@ struct UpdateConstants {
   float gain1, gain2;  // 1 - beta
   float inverse_bias1, inverse_sqrt_bias2;
   float lr, eps, weight_decay;
-  bool are_safe;  // for in_safe_range
+  bool are_safe;  // for safe_direction_of, or for a direction of 0
 
   explicit UpdateConstants(const AdamwStep& a)
       : gain1(static_cast<float>(1.0 - a.beta1)),
@@ -79,7 +80,7 @@ __global__ void __launch_bounds__(Shape::kThreads)
   const float scale = *grad_scale;
   const bool changes = isfinite(scale);
   if (!changes && weight_amax == nullptr) return;
-  LargestWeight<Tensors> largest;  // of elements past the end, read as zeros, zeros and NaN count as nothing
+  LargestWeight<Tensors> largest;  // elements past the end are read as zeros and raise nothing, nor does NaN
   with_part<Shape>(N, aligned, [&](const auto& part, int64_t first) {
     tensors.move(first);
     if (!changes) {

@@ -48,7 +48,8 @@ constexpr size_t kSmallFetch = 40;
 // Blocks that should fit on a multiprocessor. With load_part() all numbers of a thread are in registers together.
 constexpr int kLoadingBlocks = 3, kFetchingBlocks = 4;
 
-// All numbers of a thread. Where there is no row or column they repeat the last ones, which changes no maximum.
+// All numbers of a thread. Where there is no row or column they repeat the last ones, which changes no maximum of
+// the numbers.
 template <Source From>
 __device__ inline void load_part(const From& source, int rows, int cols, float (&x)[kHeight][kWidth]) {
   const Place place;

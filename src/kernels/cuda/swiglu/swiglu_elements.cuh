@@ -5,13 +5,13 @@
 #include "kernels/cuda/vector.cuh"
 #include "kernels/ops/swiglu/swiglu.h"
 
-// The functions of one element of SwiGLU. The compiler cannot fuse their operations with others, so every kernel
-// gets the same bits, forward and backward, plain and FP8.
+// The functions of one element of SwiGLU. The compiler cannot fuse their operations with others, so all kernels
+// that read a gate in one format get the same bits, forward and backward.
 namespace parka::cuda {
 
 constexpr float kLog2E = 1.44269504088896340736f, kLn2 = 0.693147180559945309417f;
 
-// Takes e^-gate. The reciprocal of a number >= 1 is one instruction, where a division looks for small ones.
+// Takes e^-gate. The reciprocal of a number >= 1 is one instruction, where a division also minds numbers near 0.
 __device__ inline float sigmoid_of_exponential(float exponential) {
   float reciprocal;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(reciprocal) : "f"(__fadd_rn(1.0f, exponential)));
@@ -39,7 +39,7 @@ __device__ inline float silu_slope(float sigmoid_of_gate, float silu_of_gate) {
 }
 
 // Kernels get the activation as a constant where it is SiLU, which most models have, and otherwise as a number: the
-// former then hold no branch, and the compiler has two kernels to make of each and not three.
+// former then hold no branch, and another activation that is added makes no kernel of its own.
 using SiluActivation = std::integral_constant<GateActivation, GateActivation::kSilu>;
 
 template <typename F>

@@ -1,9 +1,8 @@
-#include <algorithm>
-
 #include "kernels/cuda/quantize/quantize_tiles.cuh"
 #include "kernels/cuda/swiglu/swiglu_loader.cuh"
 
-// SwiGLU of any formats and shapes, element by element: slow, and the same bits as swiglu.cu's.
+// SwiGLU of any formats and shapes, element by element: slow, and the same bits as
+// swiglu.cu's but for the gradient of a row's factor, which is summed in another order.
 namespace parka::cuda {
 namespace {
 
@@ -16,7 +15,7 @@ struct AnySwigluSource {
   GateActivation activation;
   int width;
 
-  struct Fetched {  // only where they are
+  struct Fetched {  // the place alone: element() loads
     int row, col;
   };
 

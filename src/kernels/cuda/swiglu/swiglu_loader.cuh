@@ -37,7 +37,7 @@ struct Numbers {
   __device__ float product(int i) const { return scaled(product_of(up[i], activated[i])); }
   __device__ float d_up(int i) const { return scaled(up_gradient(d_product[i], activated[i])); }
   __device__ float d_gate(int i) const { return scaled(gate_gradient(d_product[i], up[i], slope[i])); }
-  // The larger of both gradients'. Rounding keeps the order of the magnitudes.
+  // The larger magnitude of d_up and d_gate. Rounding keeps the order of the magnitudes.
   __device__ float magnitude(int i) const {
     const float x = scaled(gradient_magnitude(d_product[i], up[i], activated[i], slope[i]));
     return kFactored ? fabsf(x) : x;
@@ -154,7 +154,7 @@ bool with_loader(const Args& a, const Gradient& d_product, const F& f) {
 
 // ---- swiglu_generic.cu: any formats and shapes, element by element ----
 
-// `amax` as for tiles::write_tiles; where `finds_amax`, its maximum is found first.
+// `amax` as for write_tiles() of quantize_tiles.cuh; where `finds_amax`, its maximum is found first.
 template <typename Args>
 void write_any_product(CudaDevice& device, const Args& a, float* amax, bool finds_amax);
 void write_any_silu(CudaDevice& device, const SwigluForward& a);

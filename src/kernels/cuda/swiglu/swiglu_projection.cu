@@ -6,7 +6,7 @@
 namespace parka::cuda {
 namespace {
 
-// The kernel's: a tile of the projection is 128 columns of up beside the same of gate.
+// A tile of the projection is 128 columns of up beside the same of gate.
 template <bool kSavesSilu, typename Activation>
 __global__ void __launch_bounds__(sm90_float8::kThreads, 1) __cluster_dims__(sm90_float8::kClusterBlocks, 1, 1)
     project_gate_kernel(const __grid_constant__ sm90_float8::Product product, const GateCodes<Activation> codes,

@@ -20,7 +20,7 @@ namespace parka {
 //   q = sgn(x) * rn(max * (|x| / amax)^k), to nearest even;           k = 1 without range expansion
 //   A nonzero second moment is stored at least as the smallest code, never as 0: a zero under a nonzero first
 //   moment would explode the update. A first moment may round to 0. Zero has only the code 0x00.
-// A non-finite amax is never stored: the CPU throws Error(kInternal).
+// A non-finite amax is never stored: the CPU throws Error(kInternal), CUDA stores the group as zeros.
 struct MomentView {
   TensorView values;
   TensorView amax;      // e4m3 only
