@@ -2,12 +2,14 @@
 
 #include <algorithm>
 #include <map>
+#include <numeric>
 #include <stdexcept>
 #include <tuple>
 #include <utility>
 
 #include <fmt/ranges.h>
 
+#include "core/heartbeat.h"
 #include "core/ignored_target.h"
 #include "core/parallel.h"
 #include "engine/checkpoint/checkpoint_base.h"
@@ -104,7 +106,14 @@ void TrainingRun::copy_weight(size_t from, size_t to) {
   }
 }
 
-void TrainingRun::initialize_one(size_t i) {
+void TrainingRun::initialize_all(const std::vector<size_t>& parameters) {
+  int64_t total = 0;
+  for (const size_t i : parameters) total += set_range(i).size();
+  WorkProgress progress("drawing initial weights", total);
+  for (const size_t i : parameters) initialize_one(i, progress);
+}
+
+void TrainingRun::initialize_one(size_t i, WorkProgress& progress) {
   // In pieces: a large tensor's fp32 values in fresh memory take longer to get than to compute.
   constexpr int64_t kPiece = int64_t{1} << 20;
   const ElementRange own = set_range(i);
@@ -114,6 +123,8 @@ void TrainingRun::initialize_one(size_t i) {
                initial_weight(config_.model, declared_.model.parameters(), i,
                               static_cast<uint64_t>(config_.training.seed), piece),
                begin - own.begin);
+    heartbeat();
+    progress.add(piece.size());
   }
   end_weight(i);
 }
@@ -125,12 +136,16 @@ void TrainingRun::initialize() {
         "or base = compute",
         name_of(config_.finetune.base));
   }
-  for (size_t i = 0; i < declared_.model.parameters().all.size(); ++i) initialize_one(i);
+  std::vector<size_t> all(declared_.model.parameters().all.size());
+  std::iota(all.begin(), all.end(), size_t{0});
+  initialize_all(all);
   bound_.weights_changed();
 }
 
 void TrainingRun::initialize_alike() {
   const ParameterTable& table = declared_.model.parameters();
+  std::vector<size_t> drawn;
+  std::vector<std::pair<size_t, size_t>> copied;
   // Frozen ones have no masters to copy, and those in codes no weights.
   std::map<std::tuple<int64_t, int64_t, bool, bool, bool>, size_t> first_of_shape;
   for (size_t i = 0; i < table.all.size(); ++i) {
@@ -140,11 +155,13 @@ void TrainingRun::initialize_alike() {
                                     parameter.placement.is_by_expert()},
                                    i);
     if (is_new) {
-      initialize_one(i);
+      drawn.push_back(i);
     } else {
-      copy_weight(first->second, i);
+      copied.emplace_back(first->second, i);
     }
   }
+  initialize_all(drawn);
+  for (const auto& [from, to] : copied) copy_weight(from, to);
   bound_.weights_changed();
 }
 
@@ -161,9 +178,11 @@ std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& ch
   } else {
     check_without_side(checkpoint, saved.finetune.method);
     read_weights(checkpoint, Weights::kOfModel, lora_adapters(saved));
+    std::vector<size_t> added;
     for (size_t i = 0; i < declared_.model.parameters().all.size(); ++i) {
-      if (is_added(declared_.model.parameters().all[i])) initialize_one(i);
+      if (is_added(declared_.model.parameters().all[i])) added.push_back(i);
     }
+    initialize_all(added);
     if (method != FinetuneMethod::kFull) use_base(describe_base(checkpoint, config_.checkpoint.folder));
   }
   bound_.weights_changed();
