@@ -175,21 +175,23 @@ TEST_CASE("a plan counts what NCCL takes for groups of GPUs", "[engine][memory a
   CHECK(of_groups("4", "2", 8) == 3 * kNcclGroupBytes);
 }
 
-TEST_CASE("a plan divides experts before it divides weights", "[engine][memory advice][moe]") {
-  const auto with = [](const std::vector<std::string>& overrides) {
+TEST_CASE("a plan divides weights before it divides experts", "[engine][memory advice][moe]") {
+  const auto with = [](std::vector<std::string> overrides, const std::string& stage) {
+    overrides.push_back("distributed.zero_stage=" + stage);
     return override_config(shipped_config("qwen3-30b-a3b-2gpu"), overrides, "test");
   };
-  const Config mixture = with({}), split = with({"distributed.zero_stage=2"}),
-               alone = with({"distributed.expert_parallel=1"});
-  CHECK(group_bytes(mixture, 2) == 0);
-  CHECK(group_bytes(split, 4) == 2 * kNcclGroupBytes);  // ranks that divide experts, and those with the same
-  const std::vector<MemoryChange> changes = memory_changes(alone, 4);
+  const std::vector<std::string> by_two = {"distributed.expert_parallel=2"};
+  const Config whole = with({}, "1"), divided = with(by_two, "1");
+  CHECK(group_bytes(divided, 2) == 0);
+  CHECK(group_bytes(with(by_two, "2"), 4) ==
+        2 * kNcclGroupBytes);  // ranks that divide experts, and those with the same
+  const std::vector<MemoryChange> changes = memory_changes(whole, 4);
   const auto place_of = [&](const char* override) {
     return std::ranges::find(changes, override, &MemoryChange::override) - changes.begin();
   };
-  CHECK(place_of("distributed.expert_parallel=2") < place_of("distributed.zero_stage=2"));
-  CHECK(place_of("distributed.expert_parallel=4") < place_of("distributed.zero_stage=2"));
-  CHECK(planned_bytes(mixture, 2) < planned_bytes(alone, 2));
+  CHECK(place_of("distributed.zero_stage=3") < place_of("distributed.expert_parallel=2"));
+  CHECK(place_of("distributed.expert_parallel=4") < std::ssize(changes));
+  CHECK(planned_bytes(divided, 2) < planned_bytes(whole, 2));
 }
 
 TEST_CASE("a plan names the fewest GPUs that a run fits on", "[engine][memory advice][slow]") {

@@ -229,16 +229,16 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
   if (copies != WeightCopies::kNone) {
     add(std::string(kNoCopies), kSameBits, cost_of_copies(kNoCopies, "weights"));
   }
-  // Ahead of stages: tokens are fewer bytes than experts (docs/moe.md).
+  for (int64_t stage = config.distributed.zero_stage + 1; num_gpus > 1 && stage <= 3; ++stage) {
+    add(fmt::format("{}={}", kZeroStageKey, stage), changes_sums(config, num_gpus) ? kOtherSums : kSameBits,
+        "communication between GPUs");
+  }
+  // Behind stages: these send more bytes, and hide them (docs/moe.md).
   const MoeConfig& moe = config.model.moe;
   for (int64_t ranks = 2 * config.distributed.expert_parallel;
        moe.exists() && num_gpus % ranks == 0 && moe.num_experts % ranks == 0; ranks *= 2) {
     add(fmt::format("distributed.expert_parallel={}", ranks), kOtherSums,
         fmt::format("communication between GPUs, {} of which divide the experts", ranks));
-  }
-  for (int64_t stage = config.distributed.zero_stage + 1; num_gpus > 1 && stage <= 3; ++stage) {
-    add(fmt::format("{}={}", kZeroStageKey, stage), changes_sums(config, num_gpus) ? kOtherSums : kSameBits,
-        "communication between GPUs");
   }
   // Not more than half the blocks: copies have to keep up with forward (docs/results/memory.md).
   const auto add_offload = [&](int64_t part) {
