@@ -422,21 +422,22 @@ void Model::Pass::start_sampling(StepContext& step) const {
   if (!step.samples.active() || precision_.gemm == GemmPrecision::kCompute) return;
   using enum QuantizedTensor;
   for (int64_t l = 0; l < stack_.num_blocks(); ++l) {
-    const auto sample = [&](QuantizedTensor which, std::string_view name) {
+    const auto sample = [&](QuantizedTensor which, std::string_view name, bool is_more = false) {
       const int weight = table_.index_of(block_prefix(kDecoder, l) + std::string(name));
       if (weight < 0 || !table_.all[static_cast<size_t>(weight)].quantized_forward) return;
       const int64_t n = table_.all[static_cast<size_t>(weight)].num_stacked;
       const TensorView x = weights_->operand(step.device, weight);
       const ScaledView& q = weights_->quantized(step.device, weight);
       for (int64_t e = 0; e < n; ++e) {
-        step.samples.add_whole(step.device, l, which, matrix_of(x, e, n), matrix_of(q, e, n));
+        step.samples.add_whole(step.device, l, which, matrix_of(x, e, n), matrix_of(q, e, n), is_more || e > 0);
       }
     };
     sample(kQkvWeight, "qkv");
     sample(kAttentionOutWeight, "attention_out");
-    for (const char* prefix : {"", "experts."}) {  // a block has one of the two
-      sample(kUpGateWeight, std::string(prefix) + "up_gate");
-      sample(kDownWeight, std::string(prefix) + "down");
+    // A block has one of the first two, and a shared expert beside the second alone.
+    for (const auto& [prefix, is_more] : {std::pair("", false), {"experts.", false}, {"shared.", true}}) {
+      sample(kUpGateWeight, std::string(prefix) + "up_gate", is_more);
+      sample(kDownWeight, std::string(prefix) + "down", is_more);
     }
   }
 }

@@ -9,16 +9,17 @@
 
 namespace parka {
 
-void Samples::add(Device& device, int64_t block, QuantizedTensor which, const TensorView& x,
-                  const ScaledView& q) const {
+void Samples::add(Device& device, int64_t block, QuantizedTensor which, const TensorView& x, const ScaledView& q,
+                  bool is_more) const {
   if (!active() || q.scaling == Scaling::kNone) return;
-  add_whole(device, block, which, first_rows(x), first_rows(q));
+  add_whole(device, block, which, first_rows(x), first_rows(q), is_more);
 }
 
-void Samples::add(Device& device, int64_t block, const SwigluForward& a, const TensorView& projected) const {
+void Samples::add(Device& device, int64_t block, const SwigluForward& a, const TensorView& projected,
+                  bool is_more) const {
   if (!active()) return;
   const int64_t f = a.product.data.dim[1];
-  add(device, block, QuantizedTensor::kUpGate, projected, a.up_gate);
+  add(device, block, QuantizedTensor::kUpGate, projected, a.up_gate, is_more);
   if (!a.silu.empty()) {
     // d_up = d_product act(gate): with ones for d_product the first f columns are what was quantized.
     const TensorView d_up_gate = buffer(2 * f);
@@ -26,7 +27,7 @@ void Samples::add(Device& device, int64_t block, const SwigluForward& a, const T
                              .d_product = ones(),
                              .d_up_gate = d_up_gate,
                              .activation = a.activation});
-    add(device, block, QuantizedTensor::kSilu, d_up_gate, a.silu);
+    add(device, block, QuantizedTensor::kSilu, d_up_gate, a.silu, is_more);
   }
   if (a.product.scaling == Scaling::kNone) return;
   const TensorView product = buffer(f);
@@ -35,10 +36,10 @@ void Samples::add(Device& device, int64_t block, const SwigluForward& a, const T
                            .product = product,
                            .activation = a.activation,
                            .row_factor = first_rows(a.row_factor)});
-  add(device, block, QuantizedTensor::kProduct, product, a.product);
+  add(device, block, QuantizedTensor::kProduct, product, a.product, is_more);
 }
 
-void Samples::add(Device& device, int64_t block, const SwigluBackward& a) const {
+void Samples::add(Device& device, int64_t block, const SwigluBackward& a, bool is_more) const {
   if (!active() || a.d_up_gate.scaling == Scaling::kNone) return;
   const TensorView d_up_gate = buffer(a.d_up_gate.data.dim[1]);
   swiglu_backward(device, {.up_gate = first_rows(a.up_gate),
@@ -47,13 +48,14 @@ void Samples::add(Device& device, int64_t block, const SwigluBackward& a) const 
                            .d_up_gate = d_up_gate,
                            .activation = a.activation,
                            .row_factor = first_rows(a.row_factor)});
-  add(device, block, QuantizedTensor::kUpGateGradient, d_up_gate, a.d_up_gate);
+  add(device, block, QuantizedTensor::kUpGateGradient, d_up_gate, a.d_up_gate, is_more);
 }
 
 void Samples::add_whole(Device& device, int64_t block, QuantizedTensor which, const TensorView& x,
-                        const ScaledView& q) const {
+                        const ScaledView& q, bool is_more) const {
   const TensorView totals = statistics_.rows(block * kNumQuantizedTensors + static_cast<int64_t>(which), 1);
-  quantization_statistics(device, {.x = x, .q = q, .totals = totals.reshaped({QuantizationTotals::kCount})});
+  quantization_statistics(
+      device, {.x = x, .q = q, .totals = totals.reshaped({QuantizationTotals::kCount}), .accumulate = is_more});
 }
 
 void Samples::add_attention(Device& device, int64_t block, const AttentionBackward& a) const {

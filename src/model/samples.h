@@ -23,14 +23,17 @@ class Samples {
   // True if it observes what is quantized. Otherwise only add() and add_attention() may be called.
   bool active() const { return rows_ > 0 && !statistics_.empty(); }
   // Adds the statistics of how a block's tensor `q`, [T, C], was made of `x`, by its first rows; `x` may have only
-  // these. Does nothing if `q` is not quantized.
-  void add(Device& device, int64_t block, QuantizedTensor which, const TensorView& x, const ScaledView& q) const;
+  // these. Does nothing if `q` is not quantized. `is_more`: the block's tensor has other parts, which were added
+  // before, as those of other experts.
+  void add(Device& device, int64_t block, QuantizedTensor which, const TensorView& x, const ScaledView& q,
+           bool is_more = false) const;
   // Adds what the op has quantized: up | gate, as it was `projected`, act(gate), the product; or its gradient.
-  void add(Device& device, int64_t block, const SwigluForward& a, const TensorView& projected) const;
-  void add(Device& device, int64_t block, const SwigluBackward& a) const;
+  void add(Device& device, int64_t block, const SwigluForward& a, const TensorView& projected,
+           bool is_more = false) const;
+  void add(Device& device, int64_t block, const SwigluBackward& a, bool is_more = false) const;
   // The same by all rows.
-  void add_whole(Device& device, int64_t block, QuantizedTensor which, const TensorView& x,
-                 const ScaledView& q) const;
+  void add_whole(Device& device, int64_t block, QuantizedTensor which, const TensorView& x, const ScaledView& q,
+                 bool is_more = false) const;
 
   // Adds the statistics of a block's attention in backward, by its first rows. For every format.
   void add_attention(Device& device, int64_t block, const AttentionBackward& a) const;

@@ -175,6 +175,38 @@ TEST_CASE("telemetry compares a mixture's tensors with what was quantized", "[en
   }
 }
 
+TEST_CASE("telemetry of weights and activations has all experts, and the shared one", "[engine][telemetry][moe]") {
+  const TemporaryFolder folder;
+  const bool is_shared = GENERATE(false, true);
+  for (Device* device : devices()) {
+    Config config = tiny_config(folder.path().string(), "fp8_linear", 1);
+    config.model.norm = NormKind::kRmsNorm;
+    config.model.moe = {.num_experts = 4, .experts_per_token = 2, .shared_width = is_shared ? 32 : 0};
+    const ParameterTable table = make_parameter_table(config.model, false);
+    const auto largest = [&](std::vector<std::string> names) {
+      float most = 0;
+      for (const std::string& name : names) {
+        const auto seed = static_cast<uint64_t>(config.training.seed);
+        for (const float x :
+             initial_weight(config.model, table, static_cast<size_t>(table.index_of("blocks.1." + name)), seed))
+          most = std::max(most, decode_bf16(encode_bf16(std::abs(x))));
+      }
+      return most;
+    };
+    const nlohmann::ordered_json tensors =
+        records_of(config, reports_of(config, *device, 1).at(0)).at(0).at("tensors");
+    CAPTURE(is_shared, device->name(), tensors.dump());
+    for (const std::string kind : {"up_gate", "down"}) {
+      std::vector<std::string> names = {"experts." + kind};
+      if (is_shared) names.push_back("shared." + kind);
+      const double amax = tensors.at(kind + ".weight").at("amax").at(1);
+      CHECK(std::abs(amax - largest(names)) < 1e-4 * amax);
+    }
+    check_tensor(tensors.at("product"), false);
+    check_tensor(tensors.at("up_gate.gradient"), true);
+  }
+}
+
 TEST_CASE("telemetry reports moments with range expansion", "[engine][telemetry]") {
   const TemporaryFolder folder;
   for (Device* device : devices()) {

@@ -195,6 +195,34 @@ TEST_CASE("columns behind those of the codes do not count", "[kernels][telemetry
   }
 }
 
+TEST_CASE("quantization statistics of parts add up to those of the whole", "[kernels][telemetry]") {
+  constexpr int64_t kParts = 3;
+  const MatrixShape s{48, 64};
+  const std::vector<float> x = wide_values(s.numel());
+  for (const Format& format :
+       {Format{DType::kE4M3, Scaling::kTensor}, {DType::kE5M2, Scaling::kGroup, 32, DType::kBF16}}) {
+    const std::unique_ptr<TestMatrix> q = quantized(format, s, x);
+    for (Device* device : devices()) {
+      CAPTURE(device->name(), describe(q->view()));
+      const TestTensor before(*device, DType::kF32, {s.rows, s.cols}, x),
+          totals(*device, DType::kF32, {QuantizationTotals::kCount});
+      const std::unique_ptr<TestMatrix> there = copy_on(*device, *q);
+      const ScaledView all = there->view();
+      for (int64_t part = 0; part < kParts; ++part) {
+        const int64_t rows = s.rows / kParts, first = part * rows;
+        const TensorView scale = all.scaling == Scaling::kTensor ? all.scale : all.scale.rows(first, rows);
+        quantization_statistics(*device, {.x = before.view().rows(first, rows),
+                                          .q = {all.data.rows(first, rows), scale, all.scaling, all.group},
+                                          .totals = totals,
+                                          .accumulate = part > 0});
+      }
+      CHECK(totals.guard_intact());
+      CHECK(same(read(totals),
+                 totals_of(cpu_device(), TestTensor(cpu_device(), DType::kF32, {s.rows, s.cols}, x), *q)));
+    }
+  }
+}
+
 TEST_CASE("quantization statistics do not depend on threads", "[kernels][telemetry]") {
   const MatrixShape s{301, 96};
   const std::vector<float> x = wide_values(s.numel());

@@ -433,7 +433,9 @@ void Moe::backward_rows(const StepContext& step, const Rows& rows, const GemmInp
                                  .activation = activation_,
                                  .row_factor = rows.weights};
   swiglu_backward(step.device, swiglu);
-  if (rows.source == place_) step.samples.add(step.device, block_ + moe_.dense_layers, swiglu);
+  if (rows.source == place_) {
+    step.samples.add(step.device, block_ + moe_.dense_layers, swiglu, /*is_more=*/shared_.has_value());
+  }
   if (trains_down_) weight_gradient(step, rows, d_rows, product, down_weight_, adds);
   down_adapters_.weight_gradient(step, rows.experts(), product.row.data);
 

@@ -86,7 +86,7 @@ void Swiglu::forward(const StepContext& step, const ScaledView& x, const TensorV
     up_gate_layer_.forward(step, x, projected);
     swiglu_forward(step.device, swiglu);
   }
-  step.samples.add(step.device, block_, swiglu, projected);
+  step.samples.add(step.device, block_, swiglu, projected, /*is_more=*/is_beside_experts());
   down_layer_.forward(step, product, out);
 }
 

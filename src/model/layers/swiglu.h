@@ -35,6 +35,8 @@ class Swiglu {
   void backward(const StepContext& step, const GemmInput& d_out, const InputAgain& x, const TensorView& d_x) const;
 
  private:
+  bool is_beside_experts() const { return !buffers_.empty(); }
+
   int64_t block_;
   std::string buffers_;
   int64_t d_ffn_;

@@ -67,15 +67,21 @@ void quantization_statistics(Device&, const QuantizationStatistics& a) {
   });
   Totals totals;
   for (const Totals& piece : pieces) totals.add(piece);
+  QuantizationTotals before = {};
+  if (a.accumulate) std::memcpy(&before, a.totals.as<float>(), sizeof(before));
+  const float scale = rows * cols > 0 && a.q.scaling == Scaling::kTensor ? a.q.scale.as<float>()[0] : 0.0f;
+  const auto joined = [](float norm, double squares) {
+    return static_cast<float>(std::sqrt(double{norm} * norm + squares));
+  };
   const QuantizationTotals result = {
-      .elements = static_cast<float>(rows * cols),
-      .amax = totals.amax,
-      .scale = rows * cols > 0 && a.q.scaling == Scaling::kTensor ? a.q.scale.as<float>()[0] : 0.0f,
-      .saturated = static_cast<float>(totals.saturated),
-      .underflowed = static_cast<float>(totals.underflowed),
-      .not_finite = static_cast<float>(totals.not_finite),
-      .norm = static_cast<float>(std::sqrt(totals.squares)),
-      .error_norm = static_cast<float>(std::sqrt(totals.error_squares)),
+      .elements = before.elements + static_cast<float>(rows * cols),
+      .amax = std::max(before.amax, totals.amax),
+      .scale = std::max(before.scale, scale),
+      .saturated = before.saturated + static_cast<float>(totals.saturated),
+      .underflowed = before.underflowed + static_cast<float>(totals.underflowed),
+      .not_finite = before.not_finite + static_cast<float>(totals.not_finite),
+      .norm = joined(before.norm, totals.squares),
+      .error_norm = joined(before.error_norm, totals.error_squares),
   };
   std::memcpy(a.totals.as<float>(), &result, sizeof(result));
 }

@@ -128,21 +128,26 @@ __global__ void __launch_bounds__(kThreads) partial_kernel(const Compared<X, F8>
 }
 
 // One block.
-__global__ void __launch_bounds__(kThreads)
-    total_kernel(const Totals* partial, int num_partial, float elements, const float* scale, float* out) {
+__global__ void __launch_bounds__(kThreads) total_kernel(const Totals* partial, int num_partial, float elements,
+                                                         const float* scale, bool accumulate, float* out) {
   Totals totals = {};
   for (int i = static_cast<int>(threadIdx.x); i < num_partial; i += kThreads) totals.add(partial[i]);
   totals = block_totals(totals);
   if (threadIdx.x != 0) return;
-  *reinterpret_cast<QuantizationTotals*>(out) = {
-      .elements = elements,
-      .amax = totals.amax,
-      .scale = scale == nullptr ? 0.0f : *scale,
-      .saturated = static_cast<float>(totals.saturated),
-      .underflowed = static_cast<float>(totals.underflowed),
-      .not_finite = static_cast<float>(totals.not_finite),
-      .norm = static_cast<float>(sqrt(totals.squares)),
-      .error_norm = static_cast<float>(sqrt(totals.error_squares)),
+  auto& to = *reinterpret_cast<QuantizationTotals*>(out);
+  const QuantizationTotals before = accumulate ? to : QuantizationTotals{};
+  const auto joined = [](float norm, double squares) {
+    return static_cast<float>(sqrt(fma(static_cast<double>(norm), static_cast<double>(norm), squares)));
+  };
+  to = {
+      .elements = before.elements + elements,
+      .amax = fmaxf(before.amax, totals.amax),
+      .scale = fmaxf(before.scale, scale == nullptr ? 0.0f : *scale),
+      .saturated = before.saturated + static_cast<float>(totals.saturated),
+      .underflowed = before.underflowed + static_cast<float>(totals.underflowed),
+      .not_finite = before.not_finite + static_cast<float>(totals.not_finite),
+      .norm = joined(before.norm, totals.squares),
+      .error_norm = joined(before.error_norm, totals.error_squares),
   };
 }
 
@@ -211,7 +216,7 @@ void quantization_statistics(Device& any_device, const QuantizationStatistics& a
   const bool has_scale = rows * cols > 0 && a.q.scaling == Scaling::kTensor;
   const float* const scale = has_scale ? a.q.scale.as<float>() : nullptr;
   launch(device, "quantization_statistics", total_kernel, {1, kThreads}, partial, static_cast<int>(num_blocks),
-         static_cast<float>(rows * cols), scale, a.totals.as<float>());
+         static_cast<float>(rows * cols), scale, a.accumulate, a.totals.as<float>());
 }
 
 void moment_statistics(Device& any_device, const MomentStatistics& a) {

@@ -24,9 +24,10 @@ struct QuantizationTotals {
 static_assert(sizeof(QuantizationTotals) == QuantizationTotals::kCount * sizeof(float));
 
 struct QuantizationStatistics {
-  TensorView x;       // [R, C or more] fp32 or bf16, in: the numbers before; only the first C columns count
-  ScaledView q;       // [R, C] fp8 with any scaling, in: the same numbers quantized
-  TensorView totals;  // [QuantizationTotals::kCount] fp32, out: a QuantizationTotals
+  TensorView x;             // [R, C or more] fp32 or bf16, in: the numbers before; only the first C columns count
+  ScaledView q;             // [R, C] fp8 with any scaling, in: the same numbers quantized
+  TensorView totals;        // [QuantizationTotals::kCount] fp32, out: a QuantizationTotals
+  bool accumulate = false;  // to what totals holds of other parts of a tensor, whose largest scale is kept
 };
 PARKA_OP(quantization_statistics, QuantizationStatistics);
 int64_t workspace_of(const QuantizationStatistics& a);
