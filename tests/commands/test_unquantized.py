@@ -1,8 +1,10 @@
 """FP8 for weights that were trained without it: the warning of `parka train`, and `parka tune-precision`."""
 import array
 import json
+import math
 import os
 import random
+import re
 import struct
 import unittest
 
@@ -28,10 +30,11 @@ def edit_weights(path, edit):
 
 
 def spoil(name, rows):
-    """One row of up in block 0 is large, and nothing reads what it makes: one scale for a weight leaves the others no codes."""
-    if name.endswith("layers.0.mlp.up_proj.weight"):
+    """One row of up in block 0 is large, and nothing reads what it makes: one scale for a weight leaves the others no codes.
+    In a mixture of experts that is so in each expert."""
+    if re.search(r"layers\.0\.(mlp\.up_proj|block_sparse_moe\.experts\.\d+\.w3)\.weight$", name):
         rows[0] = array.array("f", [3e4] * len(rows[0]))
-    if name.endswith("layers.0.mlp.down_proj.weight"):
+    if re.search(r"layers\.0\.(mlp\.down_proj|block_sparse_moe\.experts\.\d+\.w2)\.weight$", name):
         for row in rows:
             row[0] = 0.0
 
@@ -42,7 +45,7 @@ class Unquantized(RunFolder):
         self.assertEqual(result.returncode, 0, result.stderr)
         return result.stdout, result.stderr
 
-    def import_trained(self):
+    def import_trained(self, family="llama", **model):
         """A model that knows which token follows which, with an outlier in the up projection of block 0."""
         for seed, name in enumerate(("a", "b", "held_out")):
             draw = random.Random(seed)
@@ -52,12 +55,12 @@ class Unquantized(RunFolder):
             with open(self.path(f"{name}.npy"), "wb") as file:
                 file.write(array.array("H", tokens).tobytes())
         config = tiny_config(self.folder, steps=150)
-        config["model"]["norm"] = "rmsnorm"
+        config["model"].update(norm="rmsnorm", **model)
         config["optimizer"]["lr"] = 1e-2
         config["training"]["eval_interval"] = 0
         self.write_config(config, "bf16.json")
         self.run_ok("train", self.path("bf16.json"))
-        self.run_ok("export", self.path("run"), "--out", self.path("out"), "--dtype", "fp32", "--family", "llama")
+        self.run_ok("export", self.path("run"), "--out", self.path("out"), "--dtype", "fp32", "--family", family)
         edit_weights(self.path("out/model.safetensors"), spoil)
         self.run_ok("import", self.path("out"), "--out", self.path("model"))
         config["precision"] = {"recipe": "fp8_linear"}
@@ -89,6 +92,20 @@ class Unquantized(RunFolder):
         self.assertIn(f"{tuned:.5f}", out)
         quiet = self.run_ok("train", self.path("tuned.json"), "--set", f"checkpoint.folder={self.path('tuned')}")[1]
         self.assertNotIn("tune-precision", quiet)
+
+    def test_what_cannot_leave_fp8_counts_as_its_cost(self):
+        """Experts stay in FP8: the loss without FP8 is not that of all else in bf16."""
+        self.import_trained("mixtral", moe={"num_experts": 4, "experts_per_token": 2, "normalize_weights": True})
+        plain, fp8 = self.loss("precision.recipe=bf16"), self.loss("precision.recipe=fp8_linear")
+        rise = 100 * math.expm1(fp8 - plain)
+        self.assertGreater(rise, 0.2)
+        result = parka("tune-precision", self.path("fp8.json"), "--rise", "0.05%", "--write", self.path("tuned.json"))
+        self.assertEqual(result.returncode, 2, result.stderr)
+        self.assertIn("--rise", result.stderr)
+        self.assertIn(f"loss {plain:.5f} without FP8, {fp8:.5f}", result.stdout)
+        self.assertFalse(os.path.exists(self.path("tuned.json")))
+        out, _ = self.run_ok("tune-precision", self.path("fp8.json"), "--rise", f"{rise + 1:.3f}%", "--write", self.path("tuned.json"))
+        self.assertIn(f"loss {plain:.5f} without FP8, {fp8:.5f}", out)
 
     def test_a_config_without_fp8_or_without_weights_is_refused(self):
         config = tiny_config(self.folder, recipe="coat")

@@ -18,6 +18,7 @@
 #include "kernels/ops/swiglu/swiglu.h"
 #include "model/formats.h"
 #include "model/parameter_table.h"
+#include "model/precision_recipe.h"
 
 namespace parka {
 namespace {
@@ -47,6 +48,13 @@ double step_seconds(const Config& config) {
   const std::set<std::string> one_kernel = {std::string(RopeProjection::kName),
                                             std::string(SwigluProjection::kName)};
   return compute_seconds(record_step(config, 1, one_kernel), {of_op, kBandwidth});
+}
+
+// A run that has nothing in FP8, not even what no choice takes out of it: experts and vision towers.
+Config without_fp8(Config config) {
+  config.precision = without_fp8(config.precision);
+  if (config.finetune.base == BaseFormat::kFp8) config.finetune.base = BaseFormat::kCompute;
+  return config;
 }
 
 // The first and the last block are like no others; those between are in equal parts.
@@ -135,11 +143,12 @@ class Tuning {
                              [](const Choice& c) { return c.rise / std::max(c.cost, 1e-9); });
   }
 
-  // Has the fewest of the first leave FP8 with which the loss is at most this; all do. Then those of them return
-  // that can, the ones that gain least by leaving first. Returns the loss.
-  double choose(double most, double plain) {
+  // Has the fewest of the first leave FP8 with which the loss is at most this. Then those of them return that can,
+  // the ones that gain least by leaving first. Returns the loss; where that of all is more, nothing leaves.
+  double choose(double most) {
     size_t low = 0, high = choices_.size();
-    double reached = plain;
+    double reached = loss([](size_t) { return true; });
+    if (reached > most) return reached;
     const auto try_loss = [&](const auto& leaves) {
       const double now = loss(leaves);
       if (now <= most) reached = now;
@@ -219,7 +228,9 @@ int run_tune_precision(const TunePrecisionOptions& options) {
   const std::unique_ptr<Device> device = make_untuned_device(config);
   const PrecisionLosses losses(*device, config);
   Tuning tuning(options, config, losses);
-  const double plain = tuning.loss([](size_t) { return true; }), fp8 = tuning.loss([](size_t) { return false; });
+  const Config bf16 = without_fp8(config);
+  const double plain = losses.of(bf16.precision, options.sequences),
+               fp8 = tuning.loss([](size_t) { return false; });
   const double most = plain + std::log1p(options.rise_percent / 100);
   fmt::print("loss {:.5f} without FP8, {:.5f} with all of it: perplexity {:+.2f} %\n", plain, fp8,
              percent(fp8, plain));
@@ -227,7 +238,13 @@ int run_tune_precision(const TunePrecisionOptions& options) {
   if (fp8 > most) {
     fmt::print("\n{:<32} rise of the loss, alone in FP8\n", "");
     tuning.measure(plain);
-    reached = tuning.choose(most, plain);
+    reached = tuning.choose(most);
+    if (reached > most) {
+      throw_bad_input(
+          "{}: --rise {} %: the perplexity rises by {:.2f} % even with all in {} that can leave FP8, because experts and "
+          "vision towers stay in it; allow that much, or set precision.recipe = bf16",
+          options.config_path, options.rise_percent, percent(reached, plain), name_of(config.precision.compute));
+    }
   }
   const std::vector<Choice>& choices = tuning.choices();
   std::vector<std::string> overrides = options.overrides, own = overrides_of(config, choices);
@@ -238,7 +255,7 @@ int run_tune_precision(const TunePrecisionOptions& options) {
   overrides.insert(overrides.end(), own.begin(), own.end());
   write_given_keys(options.write_path, options.config_path, overrides);
   const Config tuned = GivenConfig::read(options.config_path, options.overrides).with(own);
-  const double most_seconds = tuning.seconds([](size_t) { return true; }), least_seconds = step_seconds(config);
+  const double most_seconds = step_seconds(bf16), least_seconds = step_seconds(config);
   fmt::print("\nleave FP8: {}\n", leaving.empty() ? "nothing" : fmt::format("{}", fmt::join(leaving, "; ")));
   fmt::print("loss {:.5f}: perplexity {:+.2f} %\n", reached, percent(reached, plain));
   if (most_seconds > least_seconds) {
