@@ -121,6 +121,10 @@ class Data(Folder):
         self.assertEqual(config["data"]["eval"], [f"data/{name}" for name in info["eval"]["files"]])
         self.assertEqual((config["data"]["token_dtype"], config["data"]["sequence_length"], config["data"]["loss_mask"]), ("uint16", 64, False))
         self.assertGreater(config["training"]["eval_interval"], 0)
+        # Shares of a config's own files are none of these.
+        for count in (1, 2):
+            self.write("b.json", {"data": {"train": [f"{n}.npy" for n in range(count)], "weights": [n + 1 for n in range(count)]}})
+            self.assertEqual(self.resolved("a.json", "b.json", "--data", "data")["data"]["weights"], [])
         self.assertEqual(self.resolved("a.json", "--data", "data", "--set", "training.eval_interval=7")["training"]["eval_interval"], 7)
         self.assertIn("data.json", self.parka("train", "a.json", "--data", "texts", code=2))
 

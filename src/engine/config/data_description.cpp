@@ -195,7 +195,9 @@ std::vector<std::string> overrides_of_data(const std::string& folder, int64_t ev
     throw_bad_input("--data {}: has no data.json of `parka prepare`; list token files in data.train instead",
                     folder);
   }
-  std::vector<std::string> overrides = {"data.token_dtype=" + description.at("dtype").get<std::string>()};
+  // Weights of a config are those of its own files.
+  std::vector<std::string> overrides = {"data.token_dtype=" + description.at("dtype").get<std::string>(),
+                                        "data.weights=[]"};
   for (const char* split : {"train", "eval"}) {
     json files = json::array();
     const json about = description.value(split, json::object());
