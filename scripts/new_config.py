@@ -62,7 +62,10 @@ def parka_on(config: dict, command: str, *options: str) -> dict:
     with tempfile.NamedTemporaryFile("w", suffix=".json") as file:
         json.dump(config, file)
         file.flush()
-        return json.loads(parka(*command.split(), file.name, *options))
+        try:
+            return json.loads(parka(*command.split(), file.name, *options))
+        except InputError as error:
+            raise InputError(str(error).replace(file.name, "the new config")) from error
 
 
 def model_of(given: str) -> dict:
@@ -73,7 +76,7 @@ def model_of(given: str) -> dict:
     if not path.exists():
         raise InputError(f"--model {given}: no such file; give {', '.join(MODELS)}, or a config whose model is to be taken")
     parka("config", "show", str(path))  # says what is wrong with it
-    text = re.sub(r'("(?:\\.|[^"\\])*")|//[^\n]*', lambda match: match[1] or "", path.read_text(encoding="utf-8"))
+    text = re.sub(r'("(?:\\.|[^"\\])*")|//[^\n]*|/\*[\s\S]*?\*/', lambda match: match[1] or "", path.read_text(encoding="utf-8"))
     model = json.loads(text).get("model")
     if not model:
         raise InputError(f"--model {given}: has no section model; give a config with one")

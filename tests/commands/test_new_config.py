@@ -72,6 +72,15 @@ class NewConfig(Folder):
         self.assertEqual([record["step"] for record in records if record["kind"] == "train"], list(range(1, 41)))
         self.assertIn("eval", {record["kind"] for record in records})
 
+    def test_comments_of_a_model_are_passed_over(self):
+        self.write("tiny.json", "/* a model,\n// tiny */\n" + json.dumps({"model": TINY}).replace('"d_ffn"', '/* of /* one */ "d_ffn"') + " // end /*")
+        self.new("--model", "tiny.json", "--tokens", "20000", "--gpu", "h100", "--out", "mine.json")
+        self.assertEqual(self.resolved("mine.json")["model"]["d_ffn"], TINY["d_ffn"])
+
+    def test_a_refusal_names_no_file_that_is_gone(self):
+        refused = self.new("--model", "150m", "--tokens", "1e9", "--gpu", "h100", "--recipe", "fp7", "--out", "x.json", code=2)
+        self.assertNotIn(tempfile.gettempdir() + "/tmp", refused)
+
     def test_what_cannot_be_is_refused(self):
         self.write("there.json", "{}")
         self.write("empty.json", "{}")
