@@ -24,7 +24,7 @@ void Samples::add(Device& device, int64_t block, const SwigluForward& a, const T
     // d_up = d_product act(gate): with ones for d_product the first f columns are what was quantized.
     const TensorView d_up_gate = buffer(2 * f);
     swiglu_backward(device, {.up_gate = first_rows(a.up_gate),
-                             .d_product = ones(),
+                             .d_product = ones(f),
                              .d_up_gate = d_up_gate,
                              .activation = a.activation});
     add(device, block, QuantizedTensor::kSilu, d_up_gate, a.silu, is_more);
@@ -85,6 +85,11 @@ ScaledView Samples::first_rows(const ScaledView& x) const {
 TensorView Samples::buffer(int64_t cols) const {
   PARKA_REQUIRE(rows_ * cols <= buffer_.numel());
   return {buffer_.data, DType::kF32, {rows_, cols}};
+}
+
+TensorView Samples::ones(int64_t cols) const {
+  PARKA_REQUIRE(rows_ * cols <= ones_.numel());
+  return {ones_.data, ones_.dtype, {rows_, cols}};
 }
 
 void SampleBuffers::declare(int64_t num_blocks, int64_t tokens, bool quantizes, const SampleNeeds& needs,

@@ -43,7 +43,7 @@ class Samples {
   ScaledView first_rows(const ScaledView& x) const;
   // fp32 [rows, cols] for an original that is computed again.
   TensorView buffer(int64_t cols) const;
-  TensorView ones() const { return first_rows(ones_); }  // bf16 [rows, as declared]
+  TensorView ones(int64_t cols) const;  // bf16 [rows, cols], as many as the widest of a model wants at most
 
  private:
   int64_t rows_ = 0;

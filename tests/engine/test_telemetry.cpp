@@ -178,8 +178,9 @@ TEST_CASE("telemetry compares a mixture's tensors with what was quantized", "[en
 TEST_CASE("telemetry of weights and activations has all experts, and the shared one", "[engine][telemetry][moe]") {
   const TemporaryFolder folder;
   const bool is_shared = GENERATE(false, true);
+  const std::string recipe = GENERATE("fp8_linear", "coat", "parka");
   for (Device* device : devices()) {
-    Config config = tiny_config(folder.path().string(), "fp8_linear", 1);
+    Config config = tiny_config(folder.path().string(), recipe, 1);
     config.model.norm = NormKind::kRmsNorm;
     config.model.moe = {.num_experts = 4, .experts_per_token = 2, .shared_width = is_shared ? 32 : 0};
     const ParameterTable table = make_parameter_table(config.model, false);
@@ -195,7 +196,7 @@ TEST_CASE("telemetry of weights and activations has all experts, and the shared 
     };
     const nlohmann::ordered_json tensors =
         records_of(config, reports_of(config, *device, 1).at(0)).at(0).at("tensors");
-    CAPTURE(is_shared, device->name(), tensors.dump());
+    CAPTURE(is_shared, recipe, device->name(), tensors.dump());
     for (const std::string kind : {"up_gate", "down"}) {
       std::vector<std::string> names = {"experts." + kind};
       if (is_shared) names.push_back("shared." + kind);
