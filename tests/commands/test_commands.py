@@ -432,6 +432,7 @@ class CommandLine(unittest.TestCase):
         for words, advice in ((("trian", "x.json"), "nothing takes trian x.json; trian: did you mean train?"), (("pln",), "pln: did you mean plan?"),
                               (("quickstart",), "see parka --help"), (("--threads", "abc", "pln"), "--threads"),
                               (("--treads", "2"), "nothing takes --treads 2; --treads: did you mean --threads?"),
+                              (("--ranks", "2", "train", "x.json"), "nothing takes --ranks before the command; give --ranks after parka train"),
                               (("train", "x.json", "--lr", "3e-4"), "nothing takes --lr; --lr: did you mean --optimizer.lr=VALUE?"),
                               (("train", "x.json", "--must-be-nev"), "did you mean --must-be-new?"),
                               (("plan", "x.json", "y.json", "z.json"), "x.json: no such config"),

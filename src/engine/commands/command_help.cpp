@@ -205,6 +205,9 @@ std::string describe_parse_error(const CLI::App& app, const CLI::ParseError& err
   std::string nearest;
   if (first.starts_with("--") && first.size() > 2) {
     nearest = nearest_option(command, first);
+    if (nearest == first.substr(0, first.find('='))) {
+      return fmt::format("nothing takes {} before the command; give {} after {}", first, nearest, name);
+    }
   } else if (&command == &app && !first.starts_with('-')) {
     std::vector<std::string> commands;
     for (const CLI::App* one : app.get_subcommands([](const CLI::App*) { return true; })) {
