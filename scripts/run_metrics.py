@@ -72,7 +72,6 @@ def read_records(path):
     return records
 
 
-# Numerics that runs are evaluated in: those of training, and with linear layers in bf16.
 class RunClock:
     """Hours that the run's processes had run, all starts together, when a record was written. Wants all records, in order."""
 
