@@ -13,7 +13,9 @@ namespace {
 
 void check_options(const BatchLoaderOptions& o, const TokenFiles& files) {
   PARKA_REQUIRE(o.world_size > 0 && o.rank >= 0 && o.rank < o.world_size);
-  require_whole_micro_batches(o.global_batch, o.micro_batch, o.world_size, o.num_slices > 1);
+  // Refused with the config, too. Divided step by step, because the product of two large numbers may overflow.
+  PARKA_REQUIRE(o.global_batch > 0 && o.micro_batch > 0 && o.global_batch % o.world_size == 0 &&
+                o.global_batch / o.world_size % o.micro_batch == 0);
   PARKA_REQUIRE(o.num_slices > 0 && o.slice_rank >= 0 && o.slice_rank < o.num_slices);
   PARKA_REQUIRE(files.sequence_length() % o.num_slices == 0);  // refused with the config
   const int64_t most = files.most_images();
@@ -27,17 +29,6 @@ void check_options(const BatchLoaderOptions& o, const TokenFiles& files) {
 }
 
 }  // namespace
-
-void require_whole_micro_batches(int64_t global_batch, int64_t micro_batch, int64_t num_ranks, bool are_groups) {
-  // Divided step by step, because the product of two large numbers from a config may overflow.
-  const bool fits = global_batch > 0 && micro_batch > 0 && global_batch % num_ranks == 0 &&
-                    global_batch / num_ranks % micro_batch == 0;
-  if (fits) return;
-  throw_bad_input(
-      "training.global_batch_size {} is not a positive multiple of training.micro_batch_size {} x {} {}ranks; "
-      "change one",
-      global_batch, micro_batch, num_ranks, are_groups ? "groups of " : "");
-}
 
 std::vector<int32_t> slices_of(const std::vector<int32_t>& rows, int64_t row_length, int64_t slice,
                                int64_t num_slices) {

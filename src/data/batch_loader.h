@@ -26,9 +26,6 @@ struct ImageBatch {
 // Error(kBadInput), naming the file, if the pixels of one are damaged, Error(kIo) if reading fails.
 ImageBatch read_image_batch(const TokenFiles& files, const std::vector<int64_t>& sequences, int64_t max_images);
 
-// Throws Error(kBadInput) unless so many ranks, or groups of ranks that share sequences, have whole micro-batches.
-void require_whole_micro_batches(int64_t global_batch, int64_t micro_batch, int64_t num_ranks, bool are_groups);
-
 struct BatchLoaderOptions {
   int64_t seed = 0;  // of the data order
   bool shuffle = true;

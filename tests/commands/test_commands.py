@@ -325,7 +325,7 @@ class StepTime(RunFolder):
             ((*measured, "--gpus", "4", "--nodes", "3"), ["--gpus", "--nodes"]),
             ((*measured, "--gpus", "12", "--set", "training.global_batch_size=24"), ["--gpus 12 is no number of whole nodes of 8 GPUs", "--nodes"]),
             (("--measured", ""), ["--measured", "empty"]),
-            ((*measured, "--gpus", "3"), ["global_batch_size", "3 GPUs"]),
+            ((*measured, "--gpus", "3"), ["global_batch_size", "3 ranks"]),
             ((*measured, "--set", "precision.group_size=32"), ["precision.group_size", "16", "32"]),
             ((*measured, "--gpus", "2", "--compare", self.measured), ["--gpus 1"]),
             ((*measured, "--compare", self.measured, "--set", "distributed.zero_stage=1"), ["distributed.zero_stage"]),

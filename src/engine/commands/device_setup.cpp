@@ -6,9 +6,9 @@
 
 #include "core/heartbeat.h"
 #include "core/log/log.h"
-#include "data/batch_loader.h"
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/commands/version.h"
+#include "engine/config/config_checks.h"
 #include "engine/files/gemm_tuning_file.h"
 #include "engine/planning/memory_advice.h"
 #include "engine/products/product_scratch.h"
@@ -59,8 +59,7 @@ LaunchOptions launch_options(const std::string& config_path, const std::vector<s
   options.check_size = [=](int size) {
     const Config config = load_config(config_path, overrides);
     zero_of(config, 0, size);
-    require_whole_micro_batches(config.training.global_batch_size, config.training.micro_batch_size,
-                                config.data_parallel(size), config.distributed.context_parallel > 1);
+    require_whole_micro_batches(config, size);
   };
   return options;
 }

@@ -8,10 +8,10 @@
 #include "core/memory/host_memory.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
+#include "engine/config/config_checks.h"
 #include "engine/config/config_io.h"
 #include "engine/files/file_io.h"
 #include "engine/planning/memory_advice.h"
-#include "engine/planning/step_model.h"
 #include "kernels/device/device.h"
 
 namespace parka {

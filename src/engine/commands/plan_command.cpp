@@ -303,14 +303,6 @@ void print_plan_json(const GpuPlan& plan, const Config& config, const PlanOption
   std::printf("%s\n", json.dump(2).c_str());
 }
 
-void print_indivisible_batch(const Config& config, int64_t num_gpus) {
-  if (config.divides_batch(num_gpus)) return;
-  fmt::print(
-      "This batch cannot be divided: training.global_batch_size {} is not a multiple of "
-      "training.micro_batch_size {} x {} GPUs{}.\n",
-      config.training.global_batch_size, config.training.micro_batch_size, num_gpus, divided_by_context(config));
-}
-
 }  // namespace
 
 int run_plan(const PlanOptions& given) {
@@ -330,7 +322,8 @@ int run_plan(const PlanOptions& given) {
   if (options.json) {
     print_plan_json(plan, config, options, advice, step, card);
   } else {
-    print_indivisible_batch(config, options.num_gpus);
+    const std::string why = indivisible_batch(config, options.num_gpus);
+    if (!why.empty()) fmt::print("This batch cannot be divided: {}\n", why);
     print_table(config, plan, options.num_gpus);
     std::printf("%s into %.1f GB.\n", fits ? "Fits" : "Does not fit", options.memory_limit_gb);
     if (!fits) print_advice(advice, config, options.num_gpus);

@@ -9,6 +9,7 @@
 #include "core/error.h"
 #include "engine/commands/commands.h"
 #include "engine/commands/device_setup.h"
+#include "engine/config/config_checks.h"
 #include "engine/config/config_io.h"
 #include "engine/evaluation/precision_losses.h"
 #include "engine/files/json.h"

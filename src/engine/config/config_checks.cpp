@@ -52,9 +52,19 @@ std::string sharing_ranks(const Config& config) {
   return text;
 }
 
-std::string divided_by_context(const Config& config) {
+std::string indivisible_batch(const Config& config, int64_t num_ranks) {
+  if (config.divides_batch(num_ranks)) return "";
   const int64_t shared_by = config.distributed.context_parallel;
-  return shared_by == 1 ? "" : fmt::format(" / distributed.context_parallel {}", shared_by);
+  return fmt::format(
+      "training.global_batch_size {} is not a multiple of training.micro_batch_size {} x {} rank{}{}; change one of "
+      "them",
+      config.training.global_batch_size, config.training.micro_batch_size, num_ranks, num_ranks == 1 ? "" : "s",
+      shared_by == 1 ? "" : fmt::format(" / distributed.context_parallel {}", shared_by));
+}
+
+void require_whole_micro_batches(const Config& config, int64_t num_ranks) {
+  const std::string why = indivisible_batch(config, num_ranks);
+  if (!why.empty()) throw_bad_input("{}", why);
 }
 
 }  // namespace parka

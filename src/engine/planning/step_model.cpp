@@ -14,7 +14,6 @@
 #include "core/error.h"
 #include "core/median.h"
 #include "core/tensor.h"
-#include "engine/config/config_checks.h"
 #include "engine/files/file_io.h"
 #include "engine/files/json_text.h"
 #include "engine/step/declared_run.h"
@@ -396,14 +395,6 @@ void StreamTimeline::wait_for_host(double until) {
   if (until <= now_) return;
   host_exposed_ += until - now_;
   now_ = until;
-}
-
-void require_whole_micro_batches(const Config& config, int64_t num_gpus) {
-  if (config.divides_batch(num_gpus)) return;
-  throw_bad_input(
-      "training.global_batch_size {} is not a positive multiple of training.micro_batch_size {} x {} GPUs{}; "
-      "change one of them",
-      config.training.global_batch_size, config.training.micro_batch_size, num_gpus, divided_by_context(config));
 }
 
 std::set<std::string> StepMeasurement::one_kernel() const {

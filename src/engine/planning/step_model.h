@@ -129,9 +129,6 @@ struct StepMeasurement {
 // Throws Error(kBadInput) for a file that is none, or has times that cannot be.
 StepMeasurement read_step_measurement(const std::string& path);
 
-// Throws Error(kBadInput) unless a step has whole micro-batches.
-void require_whole_micro_batches(const Config& config, int64_t num_gpus);
-
 // The time of work by a measurement on one GPU, so that the measured step takes as long as it did. Throws
 // Error(kBadInput) for a measurement on several GPUs.
 WorkSeconds measured_work(const StepMeasurement& one);

@@ -13,6 +13,7 @@
 #include "core/ignored_target.h"
 #include "core/parallel.h"
 #include "engine/checkpoint/checkpoint_base.h"
+#include "engine/config/config_checks.h"
 #include "engine/config/config_io.h"
 #include "engine/config/data_sources.h"
 #include "engine/files/safetensors.h"
@@ -56,6 +57,7 @@ TrainingRun::TrainingRun(const Config& config, Device& device, Communicator& com
 }
 
 void TrainingRun::start_loader(DataPosition position) {
+  require_whole_micro_batches(config_, communicator_.size());
   loader_.reset();  // joins the old one's thread before the new one reads
   loader_ = std::make_unique<BatchLoader>(
       data_, BatchLoaderOptions{.seed = config_.data.seed,
