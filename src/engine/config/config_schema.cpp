@@ -8,12 +8,6 @@
 namespace parka {
 namespace {
 
-std::vector<std::string> choice_names(const EnumField& field) {
-  std::vector<std::string> names;
-  for (const auto& choice : field.choices) names.emplace_back(choice.name);
-  return names;
-}
-
 // A field's type and limits in JSON Schema; one overload per kind of field.
 ordered_json constraints(const BooleanField&) { return {{"type", "boolean"}}; }
 ordered_json constraints(const IntegerField& field) {
@@ -34,7 +28,7 @@ ordered_json constraints(const TextField& field) {
 ordered_json constraints(const TextListField&) {
   return {{"type", "array"}, {"items", {{"type", "string"}, {"minLength", 1}}}};
 }
-ordered_json constraints(const EnumField& field) { return {{"type", "string"}, {"enum", choice_names(field)}}; }
+ordered_json constraints(const EnumField& field) { return {{"type", "string"}, {"enum", field.names()}}; }
 
 // The same for people.
 std::string type_text(const BooleanField&) { return "true or false"; }
@@ -54,7 +48,7 @@ std::string type_text(const RealListField& field) { return fmt::format("array of
 std::string type_text(const TextField&) { return "string"; }
 std::string type_text(const TextListField&) { return "array of strings"; }
 std::string type_text(const EnumField& field) {
-  return fmt::format("`\"{}\"`", fmt::join(choice_names(field), "\"`, `\""));
+  return fmt::format("`\"{}\"`", fmt::join(field.names(), "\"`, `\""));
 }
 
 Config recipe_config(Recipe recipe) {

@@ -177,15 +177,8 @@ std::string set_text_list(const TextListField& field, const json& value) {
                   [](std::string& text, const json& one) { return set_text(text, false, one); });
 }
 
-std::vector<std::string> names_of(const EnumField& field) {
-  std::vector<std::string> names;
-  for (const auto& choice : field.choices) names.emplace_back(choice.name);
-  return names;
-}
-
 std::string set_enum(const EnumField& field, const json& value) {
-  const std::vector<std::string> names = names_of(field);
-  const std::string allowed = fmt::format("\"{}\"", fmt::join(names, "\", \""));
+  const std::string allowed = fmt::format("\"{}\"", fmt::join(field.names(), "\", \""));
   if (!value.is_string()) return fmt::format("{}; allowed: {}", wrong_type("a string", value), allowed);
   const auto& text = value.get_ref<const std::string&>();
   for (const auto& choice : field.choices) {
@@ -193,12 +186,18 @@ std::string set_enum(const EnumField& field, const json& value) {
     *field.value = choice.value;
     return {};
   }
-  const std::string nearest = nearest_name(text, names);
+  const std::string nearest = nearest_name(text, field.names());
   const std::string advice = nearest.empty() ? "allowed" : fmt::format("did you mean \"{}\"? Allowed", nearest);
   return fmt::format("\"{}\" is not valid; {}: {}", printable(text), advice, allowed);
 }
 
 }  // namespace
+
+std::vector<std::string> EnumField::names() const {
+  std::vector<std::string> names;
+  for (const Choice& choice : choices) names.emplace_back(choice.name);
+  return names;
+}
 
 const ConfigField* ConfigTable::find(std::string_view path) const {
   for (const ConfigField& field : fields) {

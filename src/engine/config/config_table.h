@@ -42,6 +42,8 @@ struct EnumField {
   };
   uint8_t* value;  // the enum's bytes
   std::vector<Choice> choices;
+
+  std::vector<std::string> names() const;
 };
 
 struct ConfigField {
