@@ -5,10 +5,7 @@
 #include <unistd.h>
 
 #include <algorithm>
-#include <array>
 #include <cerrno>
-#include <iterator>
-#include <string_view>
 #include <system_error>
 #include <utility>
 
@@ -47,18 +44,9 @@ ReadOnlyFile::ReadOnlyFile(std::string path) : path_(std::move(path)) {
     throw_bad_input("{}: cannot be opened ({}); check its path and permissions", path_, describe_errno(errno));
   }
   size_ = status.st_size;
-  refuse_pointer();
-}
-
-// A clone without Git LFS has such a text in place of each large file.
-void ReadOnlyFile::refuse_pointer() const {
-  constexpr std::string_view kBegins = "version https://git-lfs";
-  constexpr int64_t kMostBytes = 1024;  // by its specification it has fewer
-  std::array<char, kBegins.size()> begins{};
-  if (size_ < std::ssize(begins) || size_ >= kMostBytes) return;
-  read(0, std::as_writable_bytes(std::span(begins)));
-  if (std::string_view(begins.data(), begins.size()) != kBegins) return;
-  throw_bad_input("{}: is a pointer of Git LFS in place of the file; fetch it with git lfs pull", path_);
+  std::string start(std::min(kLfsPointer.size(), static_cast<size_t>(size_)), '\0');
+  read(0, std::as_writable_bytes(std::span(start)));
+  if (start == kLfsPointer) throw_bad_input("{}: {}", path_, kLfsAdvice);
 }
 
 ReadOnlyFile::~ReadOnlyFile() {

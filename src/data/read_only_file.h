@@ -4,6 +4,7 @@
 #include <optional>
 #include <span>
 #include <string>
+#include <string_view>
 #include <utility>
 #include <vector>
 
@@ -40,12 +41,14 @@ class ReadOnlyFile {
   int64_t first_gap() const;
 
  private:
-  void refuse_pointer() const;
-
   std::string path_;
   int64_t size_ = 0;
   int descriptor_ = -1;
 };
+
+// The beginning of a file that a clone without Git LFS has in place of a large one.
+inline constexpr std::string_view kLfsPointer = "version https://git-lfs.github.com/spec/";
+inline constexpr const char* kLfsAdvice = "is a pointer of Git LFS in place of the file; fetch it: git lfs pull";
 
 // A file by whatever path, among those of this machine: its device and inode.
 using FileId = std::pair<uint64_t, uint64_t>;

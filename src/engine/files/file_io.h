@@ -103,9 +103,7 @@ class InputFile {
   int64_t num_bytes_ = 0;
 };
 
-// The beginning of a file that Git LFS leaves in place of one which it has not fetched.
-inline constexpr std::string_view kLfsPointer = "version https://git-lfs.github.com/spec/";
-inline constexpr const char* kLfsAdvice = "is a pointer of Git LFS in place of the file; fetch it: git lfs pull";
+// Throws Error(kBadInput) for what a clone without Git LFS has in place of a large file.
 void refuse_lfs_pointer(const InputFile& file);
 
 // Calls `visit` with the lines of a file, without their ends, from its last to its first, until it returns false;
