@@ -6,14 +6,13 @@
 Without --geometry it is that of preprocessor_config.json or processor_config.json in FOLDER, or else that with which towers of
 the kind are trained (docs/vision.md). Requests and answers are lines of JSON on standard input and output. The first answer
 comes unasked: {"geometry": NAME}. Then, for each request,
-    {"image": PATH}     {"pixels": BASE64}: red, green and blue of the picture as planes of SIZE x SIZE bytes
+    {"image": PATH}     {"pixels": [NUMBER, ...]}: red, green and blue of the picture as planes of SIZE x SIZE bytes
 or {"error": TEXT}: one line for the user. It ends with its input, or after an error at its start.
 """
 
 from __future__ import annotations
 
 import argparse
-import base64
 import sys
 from pathlib import Path
 
@@ -41,7 +40,7 @@ class Helper:
     def answer(self, request: dict) -> dict:
         path = Path(request["image"])
         try:
-            return {"pixels": base64.b64encode(self._pixels_of(path, self._fitting)).decode("ascii")}
+            return {"pixels": self._pixels_of(path, self._fitting).ravel().tolist()}
         except self._error as error:
             raise InputError(f"{path}: {error}; give another picture")
 

@@ -1,7 +1,6 @@
 #include "engine/text/image_geometry.h"
 
 #include <algorithm>
-#include <array>
 #include <cmath>
 
 #include <fmt/ranges.h>
@@ -102,26 +101,6 @@ std::vector<std::string> pieces_of(const std::string& text) {
   return pieces;
 }
 
-// RFC 4648, without checks: of a helper's answer.
-std::vector<uint8_t> decode_base64(const std::string& text) {
-  constexpr std::string_view kDigits = "ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/";
-  std::array<uint8_t, 256> value{};
-  for (size_t i = 0; i < kDigits.size(); ++i) value[static_cast<uint8_t>(kDigits[i])] = static_cast<uint8_t>(i);
-  std::vector<uint8_t> bytes;
-  bytes.reserve(text.size() / 4 * 3);
-  uint32_t bits = 0;
-  int num_bits = 0;
-  for (const char c : text) {
-    if (c == '=') break;
-    bits = bits << 6 | value[static_cast<uint8_t>(c)];
-    num_bits += 6;
-    if (num_bits < 8) continue;
-    num_bits -= 8;
-    bytes.push_back(static_cast<uint8_t>(bits >> num_bits));
-  }
-  return bytes;
-}
-
 std::vector<std::string> helper_arguments(const std::string& geometry, const std::string& processor,
                                           const TowerConfig& tower) {
   std::vector<std::string> arguments = {"--tower", tower.kind == TowerKind::kClip ? "clip" : "siglip",
@@ -138,7 +117,7 @@ std::vector<uint8_t> read_pixels(const std::vector<std::string>& paths, const st
   helper.receive();  // its geometry
   std::vector<uint8_t> pixels;
   for (const std::string& path : paths) {
-    const std::vector<uint8_t> one = decode_base64(helper.ask({{"image", path}}).at("pixels").get<std::string>());
+    const auto one = helper.ask({{"image", path}}).at("pixels").get<std::vector<uint8_t>>();
     if (static_cast<int64_t>(one.size()) != bytes_of_image) {
       throw_io("image_helper.py: {} bytes of pixels, not {}", one.size(), bytes_of_image);
     }
