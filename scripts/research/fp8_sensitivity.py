@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Says which FP8 operands cost a Hugging Face model how much of its loss, by an emulation in PyTorch.
+"""Says which FP8 operands, and in their place INT8 ones, cost a Hugging Face model how much of its loss, by an emulation in PyTorch.
 
     fp8_sensitivity.py MODEL_FOLDER TOKENS.npy... [--sequences 4] [--length 512]
 
@@ -52,9 +52,28 @@ def pair(x):
     return high + per_tensor(x - high)
 
 
+def int8_rows(x):
+    """8-bit integers with a scale for each row: a token, or an output of the product."""
+    scale = x.abs().amax(-1, keepdim=True).clamp_min(1e-30) / 127
+    return (x / scale).round() * scale
+
+
+def rotated(quantized, size=64):
+    """`quantized` after `size` numbers of a row at a time are multiplied by a Hadamard matrix, which spreads outliers. The matrix is its
+    own inverse, so a product of two operands that are both rotated needs nothing undone; here each is turned back."""
+    hadamard = torch.ones(1, 1)
+    while len(hadamard) < size:
+        hadamard = torch.cat((torch.cat((hadamard, hadamard), 1), torch.cat((hadamard, -hadamard), 1))) / math.sqrt(2)
+
+    def turn(x):
+        return (x.reshape(*x.shape[:-1], -1, size) @ hadamard).reshape(x.shape)
+    return lambda x: turn(quantized(turn(x)))
+
+
 METHODS = {"one scale": per_tensor, "e5m2": lambda x: per_tensor(x, None, 57344.0, torch.float8_e5m2),
            "row": lambda x: per_group(x, 0), "1x16": lambda x: per_group(x, 16),
-           "1x64": lambda x: per_group(x, 64), "mantissa alone": mantissa_alone, "range alone": range_alone, "pair": pair}
+           "1x64": lambda x: per_group(x, 64), "mantissa alone": mantissa_alone, "range alone": range_alone, "pair": pair,
+           "int8 rows": int8_rows, "int8 rows, rotated": rotated(int8_rows)}
 
 
 class Emulation:
@@ -117,6 +136,9 @@ def main():
         for method, f in METHODS.items():
             for what, of_input, of_weight in (("inputs", f, None), ("weights", None, f)):
                 e.line(f"{what} of blocks, {method}", e.of(names, every, of_input, of_weight))
+        for method in ("int8 rows", "int8 rows, rotated"):
+            e.line(f"all products of blocks, {method}", e.of(names, every, METHODS[method], METHODS[method]))
+            e.line(f"these and the head, {method}", e.of([*names, "head"], head, METHODS[method], METHODS[method]))
         for first in range(0, e.blocks, max(1, e.blocks // 5)):
             some = range(first, min(e.blocks, first + max(1, e.blocks // 5)))
             for name in names:
