@@ -141,6 +141,7 @@ COMMENTS = {
     "evaluation.prompts": "texts that each evaluation goes on with, to see what the model writes",
     "checkpoint.interval": "steps; the same command goes on from the newest checkpoint",
     "training.balance_loss": "as OLMoE's: 0.01 over all blocks",
+    "training.router_bias_rate": "as DeepSeek-V3's",
 }
 
 
@@ -171,6 +172,8 @@ def make(options: argparse.Namespace) -> tuple[dict, dict]:
     }
     if "moe" in model and model["moe"].get("num_experts", 0) > 0:
         config["training"] |= {"balance_loss": two_digits(0.01 / model["num_layers"]), "router_z_loss": 0.001}
+        if model["moe"].get("correction_bias"):
+            config["training"]["router_bias_rate"] = 0.001
     if options.data:
         take_data(config, options.data)
     if options.gpus > 1:
@@ -185,9 +188,9 @@ def print_needs(config: dict, planned: dict, options: argparse.Namespace) -> Non
     on = f"{'each of ' * (options.gpus > 1)}{options.gpus} {options.gpu}"
     print(f"{options.out}: {training['steps']:,} steps of {training['global_batch_size']} x {length} tokens, {training['micro_batch_size']} at a time")
     print(f"memory: {gigabytes:.1f} GB on {on}{'' if planned['fits'] else ', which is too much'}")
-    if card["hours"]:
+    if card["hours"] and planned["fits"]:
         print(f"time: {card['hours']:.3g} hours at {card['tokens_per_second_per_gpu']:,.0f} tokens/s on {on} ({card['source']})")
-    else:
+    elif planned["fits"]:
         print(f"time: unknown on {options.gpu}: {card['source']}; `parka bench {options.out}` measures it there")
     if not planned["fits"]:
         print(f"next: parka plan {options.out} --gpus {options.gpus} --card {options.gpu}    says what makes it fit")

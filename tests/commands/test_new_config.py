@@ -77,6 +77,12 @@ class NewConfig(Folder):
         self.new("--model", "tiny.json", "--tokens", "20000", "--gpu", "h100", "--out", "mine.json")
         self.assertEqual(self.resolved("mine.json")["model"]["d_ffn"], TINY["d_ffn"])
 
+    def test_a_bias_of_routers_moves(self):
+        moe = {"num_experts": 4, "experts_per_token": 2, "score": "sigmoid", "correction_bias": True}
+        self.write("mine.json", {"model": {**TINY, "moe": moe}})
+        self.new("--model", "mine.json", "--tokens", "1e6", "--gpu", "h200", "--out", "out.json")
+        self.assertGreater(self.resolved("out.json")["training"]["router_bias_rate"], 0)
+
     def test_a_refusal_names_no_file_that_is_gone(self):
         refused = self.new("--model", "150m", "--tokens", "1e9", "--gpu", "h100", "--recipe", "fp7", "--out", "x.json", code=2)
         self.assertNotIn(tempfile.gettempdir() + "/tmp", refused)
