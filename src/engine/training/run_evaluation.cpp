@@ -87,13 +87,16 @@ RunPrompts::RunPrompts(const Config& config, Communicator& communicator) {
   stop_tokens_ = all.at("stop").get<std::vector<int32_t>>();
 }
 
-std::string RunPrompts::sample(size_t prompt, TrainingRun& run, const BeforeEvaluationBatch& before_each) const {
+std::string RunPrompts::sample(size_t prompt, TrainingRun& run, Communicator& communicator,
+                               const BeforeEvaluationBatch& before_each) const {
   constexpr uint64_t kTokens = 64;
   std::vector<int32_t> tokens = tokens_[prompt];
   std::string text;
   if (codec_) codec_->begin(tokens);
   for (uint64_t i = 0; i < kTokens; ++i) {
-    const int32_t token = sample_token(run.next_logits(tokens, before_each), {}, prompt, i);
+    const int32_t drawn = sample_token(run.next_logits(tokens, before_each), {}, prompt, i);
+    // On unlike GPUs logits may differ by a bit: ranks take one token, so that all go on or none.
+    const auto token = static_cast<int32_t>(communicator.max(drawn));
     if (std::ranges::find(stop_tokens_, token) != stop_tokens_.end()) break;
     tokens.push_back(token);
     if (codec_) text += codec_->next(token);
@@ -137,7 +140,7 @@ EvaluationEnd evaluate_run(TrainingRun& run, Communicator& communicator, const E
     }
     for (const EvalTask& task : suite.tasks) report_task(step, records, task, run.evaluate(task, before_batch));
     for (size_t i = 0; i < suite.prompts.size(); ++i)
-      report_sample(step, records, suite.prompts[i], prompts.sample(i, run, before_batch));
+      report_sample(step, records, suite.prompts[i], prompts.sample(i, run, communicator, before_batch));
   } catch (const EndedEarly& early) {
     return early.end;
   }

@@ -29,7 +29,8 @@ class RunPrompts {
 
   size_t size() const { return tokens_.size(); }
   // What the run's model writes behind a prompt, on rank 0; all ranks call it.
-  std::string sample(size_t prompt, TrainingRun& run, const BeforeEvaluationBatch& before_each) const;
+  std::string sample(size_t prompt, TrainingRun& run, Communicator& communicator,
+                     const BeforeEvaluationBatch& before_each) const;
 
  private:
   std::unique_ptr<TextCodec> codec_;  // on rank 0
