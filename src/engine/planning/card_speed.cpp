@@ -5,6 +5,7 @@
 #include <string_view>
 
 #include <fmt/format.h>
+#include <fmt/ranges.h>
 
 namespace parka {
 namespace {
@@ -47,9 +48,15 @@ bool is_like_measured(const Config& config) {
   return config.finetune.method == FinetuneMethod::kFull && !config.model.vision.exists();
 }
 
-bool takes_longer(const Config& config) {
-  return config.precision.recompute != Recompute::kNone || config.precision.offload_blocks > 0 ||
-         config.precision.offload_weights || config.optimizer.offload;
+// What takes time and no measured run had; empty: nothing.
+std::string left_out(const Config& config) {
+  std::vector<std::string_view> parts;
+  if (config.precision.recompute != Recompute::kNone) parts.push_back("what it recomputes");
+  if (config.precision.offload_blocks > 0 || config.precision.offload_weights || config.optimizer.offload) {
+    parts.push_back("what it moves to host memory");
+  }
+  if (config.optimizer.kind == OptimizerKind::kMuon) parts.push_back("Muon's products");
+  return parts.empty() ? "" : fmt::format("; without {}", fmt::join(parts, " and "));
 }
 
 }  // namespace
@@ -85,12 +92,11 @@ CardSpeed card_speed(const std::string& card, const Config& config, double flop_
   constexpr double kAlike = 1.1, kFar = 0.05;
   const double ratio = flop_per_token / (above == rows.begin() ? right : left).flop_per_token;
   if (ratio < kFar) return {0, fmt::format("the smallest model that was measured is {}", right.model)};
-  std::string source =
+  const std::string source =
       ratio < 1 / kAlike ? fmt::format("at most: by {}, the smallest that was measured", right.model)
       : &left == &right || ratio < kAlike ? fmt::format("by {}", left.model)
                                           : fmt::format("between {} and {}", left.model, right.model);
-  if (takes_longer(config)) source += "; without what it recomputes or moves to host memory";
-  return {flops / flop_per_token, source};
+  return {flops / flop_per_token, source + left_out(config)};
 }
 
 }  // namespace parka
