@@ -108,12 +108,12 @@ class ReadByOne final : public ForwardingDevice {
 // the training's thread makes are heartbeats, others are none.
 std::vector<std::string> train_and_save(Device& device, const Config& config, int64_t steps, bool writes_itself) {
   std::vector<std::string> reports;
-  const uint64_t heartbeats = last_heartbeat().count;
   SaveOptions options;
   options.keep = 0;
   options.report = [&](const std::string& message) { reports.push_back(message); };
   TrainingRun run(config, device, alone());
   run.initialize();
+  const uint64_t heartbeats = last_heartbeat().count;
   RunSaver saver(run, alone(), config.checkpoint, options);
   for (int64_t step = 1; step <= steps; ++step) {
     run.step();
