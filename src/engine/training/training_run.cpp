@@ -11,6 +11,7 @@
 
 #include "core/heartbeat.h"
 #include "core/ignored_target.h"
+#include "core/log/work_progress.h"
 #include "core/parallel.h"
 #include "engine/checkpoint/checkpoint_base.h"
 #include "engine/config/config_checks.h"
@@ -108,27 +109,25 @@ void TrainingRun::copy_weight(size_t from, size_t to) {
   }
 }
 
-void TrainingRun::initialize_all(const std::vector<size_t>& parameters) {
+void TrainingRun::draw_weights(const std::vector<size_t>& parameters) {
+  // In pieces: a large tensor's fp32 values in fresh memory take longer to get than to compute.
+  constexpr int64_t kPiece = int64_t{1} << 20;
   int64_t total = 0;
   for (const size_t i : parameters) total += set_range(i).size();
   WorkProgress progress("drawing initial weights", total);
-  for (const size_t i : parameters) initialize_one(i, progress);
-}
-
-void TrainingRun::initialize_one(size_t i, WorkProgress& progress) {
-  // In pieces: a large tensor's fp32 values in fresh memory take longer to get than to compute.
-  constexpr int64_t kPiece = int64_t{1} << 20;
-  const ElementRange own = set_range(i);
-  for (int64_t begin = own.begin; begin < own.end; begin += kPiece) {
-    const ElementRange piece = {begin, std::min(begin + kPiece, own.end)};
-    set_weight(i,
-               initial_weight(config_.model, declared_.model.parameters(), i,
-                              static_cast<uint64_t>(config_.training.seed), piece),
-               begin - own.begin);
-    heartbeat();
-    progress.add(piece.size());
+  for (const size_t i : parameters) {
+    const ElementRange own = set_range(i);
+    for (int64_t begin = own.begin; begin < own.end; begin += kPiece) {
+      const ElementRange piece = {begin, std::min(begin + kPiece, own.end)};
+      set_weight(i,
+                 initial_weight(config_.model, declared_.model.parameters(), i,
+                                static_cast<uint64_t>(config_.training.seed), piece),
+                 begin - own.begin);
+      heartbeat();
+      progress.add(piece.size());
+    }
+    end_weight(i);
   }
-  end_weight(i);
 }
 
 void TrainingRun::initialize() {
@@ -140,7 +139,7 @@ void TrainingRun::initialize() {
   }
   std::vector<size_t> all(declared_.model.parameters().all.size());
   std::iota(all.begin(), all.end(), size_t{0});
-  initialize_all(all);
+  draw_weights(all);
   bound_.weights_changed();
 }
 
@@ -162,7 +161,7 @@ void TrainingRun::initialize_alike() {
       copied.emplace_back(first->second, i);
     }
   }
-  initialize_all(drawn);
+  draw_weights(drawn);
   for (const auto& [from, to] : copied) copy_weight(from, to);
   bound_.weights_changed();
 }
@@ -184,7 +183,7 @@ std::vector<std::string> TrainingRun::initialize_from(const LoadedCheckpoint& ch
     for (size_t i = 0; i < declared_.model.parameters().all.size(); ++i) {
       if (is_added(declared_.model.parameters().all[i])) added.push_back(i);
     }
-    initialize_all(added);
+    draw_weights(added);
     if (method != FinetuneMethod::kFull) use_base(describe_base(checkpoint, config_.checkpoint.folder));
   }
   bound_.weights_changed();

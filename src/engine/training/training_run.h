@@ -9,7 +9,6 @@
 #include <vector>
 
 #include "comm/communicator.h"
-#include "core/log/work_progress.h"
 #include "core/memory/memory_plan.h"
 #include "core/placement.h"
 #include "data/batch_loader.h"
@@ -193,8 +192,7 @@ class TrainingRun {
   std::vector<std::string> read_tensors(const LoadedCheckpoint& checkpoint, bool converts_states);
   void stage(CheckpointContents& contents, const std::vector<TensorView>& parts);
   BeforeEvaluationBatch evaluation_batch(const BeforeEvaluationBatch& before_each);
-  void initialize_all(const std::vector<size_t>& parameters);
-  void initialize_one(size_t i, WorkProgress& progress);
+  void draw_weights(const std::vector<size_t>& parameters);  // a heartbeat()
   // The elements of a weight that this rank sets: its own, or all of one that is coded.
   ElementRange set_range(size_t i) const;
   // Sets elements `first` and following of those. Coded weights are encoded by end_weight(), after the last.
