@@ -174,7 +174,7 @@ TEST_CASE("states of any number of ranks are converted to the same values", "[en
     CAPTURE(stage);
     const TemporaryFolder folder;
     Config config = tiny_config(folder.path().string(), "bf16");
-    config.model.norm = NormKind::kRmsNorm;  // of whose weights, less than a group, a rank has nothing
+    config.model.norm = NormKind::kRmsNorm;  // a rank has nothing of its weights, less than a group
     config.distributed.zero_stage = stage;
     const auto device = make_cpu_device();
     // Saved by two ranks, in pieces.

@@ -183,8 +183,8 @@ TEST_CASE("a plan divides weights before it divides experts", "[engine][memory a
   const std::vector<std::string> by_two = {"distributed.expert_parallel=2"};
   const Config whole = with({}, "1"), divided = with(by_two, "1");
   CHECK(group_bytes(divided, 2) == 0);
-  CHECK(group_bytes(with(by_two, "2"), 4) ==
-        2 * kNcclGroupBytes);  // ranks that divide experts, and those with the same
+  // Ranks that divide experts are a group, and so are those with the same experts.
+  CHECK(group_bytes(with(by_two, "2"), 4) == 2 * kNcclGroupBytes);
   const std::vector<MemoryChange> changes = memory_changes(whole, 4);
   const auto place_of = [&](const char* override) {
     return std::ranges::find(changes, override, &MemoryChange::override) - changes.begin();

@@ -48,7 +48,7 @@ bool is_like_measured(const Config& config) {
   return config.finetune.method == FinetuneMethod::kFull && !config.model.vision.exists();
 }
 
-// What takes time and no measured run had; empty: nothing.
+// Names what takes time in this run and was in no measured one; empty: nothing.
 std::string left_out(const Config& config) {
   std::vector<std::string_view> parts;
   if (config.precision.recompute != Recompute::kNone) parts.push_back("what it recomputes");

@@ -233,7 +233,7 @@ std::vector<MemoryChange> memory_changes(const Config& config, int64_t num_gpus)
     add(fmt::format("{}={}", kZeroStageKey, stage), changes_sums(config, num_gpus) ? kOtherSums : kSameBits,
         "communication between GPUs");
   }
-  // Behind stages: these send more bytes, and hide them (docs/moe.md).
+  // Behind stages, which hide what they send (docs/moe.md). It saves memory where stage 3 does not go.
   const MoeConfig& moe = config.model.moe;
   for (int64_t ranks = 2 * config.distributed.expert_parallel;
        moe.exists() && num_gpus % ranks == 0 && moe.num_experts % ranks == 0; ranks *= 2) {

@@ -48,8 +48,8 @@ constexpr size_t kSmallFetch = 40;
 // Blocks that should fit on a multiprocessor. With load_part() all numbers of a thread are in registers together.
 constexpr int kLoadingBlocks = 3, kFetchingBlocks = 4;
 
-// All numbers of a thread. Where there is no row or column they repeat the last ones, which changes no maximum of
-// the numbers.
+// All numbers of a thread. A thread without a row or a column repeats the last ones, which changes no maximum of
+// numbers, but makes groups of its own.
 template <Source From>
 __device__ inline void load_part(const From& source, int rows, int cols, float (&x)[kHeight][kWidth]) {
   const Place place;
@@ -68,7 +68,7 @@ __device__ inline void load_part(const From& source, int rows, int cols, float (
 }
 
 // Calls f(k, fetched) for each row k of a thread, with what was fetched of it: the loads of the next row are under
-// way by then. Where there is no row or column f gets the last ones, as in load_part().
+// way by then. A thread without a row or a column gets the last ones, as above.
 template <typename From, typename F>
 __device__ inline void for_each_row(const From& source, int rows, int cols, const F& f) {
   const Place place;
