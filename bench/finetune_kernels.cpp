@@ -109,6 +109,40 @@ void bench_adapters(Bench& bench, const ModelShape& m) {
 }
 
 // The largest tensor of a block in NF4, with scales in fp32 and in 8 bits.
+// Products of forward in INT8, beside those that gemm() does in E4M3, and what makes their inputs.
+void bench_int8(Bench& bench, const ModelShape& m) {
+  const auto rows = [](Tensors& t, int64_t count, int64_t cols) {
+    const TensorView codes = t.fp8(DType::kE4M3, count, cols, Scaling::kTensor).data;
+    return ScaledView{{codes.data, DType::kI8, {count, cols}}, t.fp32({count, 1}), Scaling::kGroup, cols};
+  };
+  const std::pair<int64_t, int64_t> products[] = {{3 * m.d, m.d}, {m.d, m.d}, {2 * m.f, m.d}, {m.d, m.f}};
+  for (const auto& [cols, depth] : products) {
+    bench.time(
+        m.name, "gemm_int8",
+        [&](Tensors& t) {
+          return GemmInt8{.a = rows(t, m.T, depth), .b = rows(t, cols, depth), .out = t.bf16({m.T, cols})};
+        },
+        gemm_int8);
+    bench.time(
+        m.name, "gemm_int8.e4m3",
+        [&](Tensors& t) {
+          return Gemm{.a = t.fp8(DType::kE4M3, m.T, depth, Scaling::kTensor),
+                      .b = t.fp8(DType::kE4M3, cols, depth, Scaling::kTensor),
+                      .out = t.bf16({m.T, cols}),
+                      .fast_accumulation = true};
+        },
+        gemm);
+  }
+  for (const int64_t cols : {m.d, m.f}) {
+    bench.time(
+        m.name, "quantize_int8",
+        [&](Tensors& t) {
+          return QuantizeInt8{.x = t.bf16({m.T, cols}), .out = rows(t, m.T, cols)};
+        },
+        quantize_int8);
+  }
+}
+
 void bench_4bit(Bench& bench, const ModelShape& m) {
   const int64_t N = 2 * m.f * m.d, blocks = ceil_div(N, Dequantize4Bit().block_size);
   const auto codes = [&](Tensors& t) { return t.make(DType::kU8, {ceil_div(N, 2)}); };
@@ -148,6 +182,7 @@ void bench_finetune(Bench& bench, const ModelShape& model) {
   bench_adapters(bench, model);
   bench_side(bench, model);
   bench_4bit(bench, model);
+  bench_int8(bench, model);
 }
 
 }  // namespace parka::bench

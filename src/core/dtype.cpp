@@ -13,7 +13,8 @@ int64_t size_of(DType dtype) {
     case DType::kU16: return 2;
     case DType::kE4M3:
     case DType::kE5M2:
-    case DType::kU8: return 1;
+    case DType::kU8:
+    case DType::kI8: return 1;
     case DType::kI64: return 8;
   }
   throw_internal("unknown dtype {}", static_cast<int>(dtype));
@@ -28,6 +29,7 @@ std::string_view name_of(DType dtype) {
     case DType::kI32: return "int32";
     case DType::kU16: return "uint16";
     case DType::kU8: return "uint8";
+    case DType::kI8: return "int8";
     case DType::kF16: return "fp16";
     case DType::kI64: return "int64";
   }

@@ -9,7 +9,7 @@ namespace parka {
 
 // Element types of tensors. Checkpoints and configs use the same names. No op computes in fp16 or with int64: they
 // exist only to read and write the files of other programs.
-enum class DType : uint8_t { kF32, kBF16, kE4M3, kE5M2, kI32, kU16, kU8, kF16, kI64 };
+enum class DType : uint8_t { kF32, kBF16, kE4M3, kE5M2, kI32, kU16, kU8, kI8, kF16, kI64 };
 
 int64_t size_of(DType dtype);  // bytes per element
 std::string_view name_of(DType dtype);
@@ -41,5 +41,7 @@ template <>
 inline constexpr DType dtype_of<uint16_t> = DType::kU16;
 template <>
 inline constexpr DType dtype_of<uint8_t> = DType::kU8;
+template <>
+inline constexpr DType dtype_of<int8_t> = DType::kI8;
 
 }  // namespace parka

@@ -16,6 +16,7 @@
 #include "kernels/ops/elementwise/side_network.h"
 #include "kernels/ops/elementwise/vision.h"
 #include "kernels/ops/gemm/gemm.h"
+#include "kernels/ops/gemm/int8.h"
 #include "kernels/ops/moe/grouped_gemm.h"
 #include "kernels/ops/moe/routing.h"
 #include "kernels/ops/norm/norm.h"

@@ -124,6 +124,7 @@ class TestTensor {
       case DType::kI32: put(static_cast<int32_t>(v)); break;
       case DType::kU16: put(static_cast<uint16_t>(v)); break;
       case DType::kU8: put(static_cast<uint8_t>(v)); break;
+      case DType::kI8: put(static_cast<int8_t>(v)); break;
       case DType::kI64: put(static_cast<int64_t>(v)); break;
     }
   }
@@ -141,6 +142,7 @@ class TestTensor {
       case DType::kI32: return static_cast<float>(get(int32_t{}));
       case DType::kU16: return static_cast<float>(get(uint16_t{}));
       case DType::kU8: return static_cast<float>(get(uint8_t{}));
+      case DType::kI8: return static_cast<float>(get(int8_t{}));
       case DType::kI64: return static_cast<float>(get(int64_t{}));
     }
     return 0;

@@ -318,6 +318,7 @@ bool piece_is_finite(DType dtype, ByteSpan bytes) {
     case DType::kI32:
     case DType::kU16:
     case DType::kU8:
+    case DType::kI8:
     case DType::kI64: return true;
   }
   throw_internal("unknown dtype {}", static_cast<int>(dtype));

@@ -157,6 +157,8 @@ class Device {
 
   // True if the op of this name, a GEMM of so many numbers and what reads it, is better one kernel here.
   virtual bool fuses(std::string_view /*op*/, int64_t /*numbers*/) const { return false; }
+  // True if it runs gemm_int8().
+  virtual bool has_int8_products() const { return true; }
 
  protected:
   OpTimer* op_timer_ = nullptr;

@@ -181,6 +181,7 @@ __device__ __forceinline__ void copy_tiles(const Product& product, uint32_t shar
 struct HalfTile {
   uint32_t word[32];  // two adjacent columns of every eight
 
+  HalfTile() = default;
   // Holds `c`, times `factor`.
   __device__ __forceinline__ HalfTile(const float (&c)[1][32][4], float factor, int half) {
 #pragma unroll

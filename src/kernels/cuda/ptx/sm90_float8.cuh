@@ -98,6 +98,18 @@ __device__ inline void wgmma_wide_step(float (&c)[1][kN][4], uint64_t a, uint64_
 }
 
 #undef PARKA_C4
+#define PARKA_C4(n) "+r"(c[n][0]), "+r"(c[n][1]), "+r"(c[n][2]), "+r"(c[n][3])
+
+// The same of 256 rows of B, in INT8, in sums of 32 bits.
+__device__ inline void wgmma_int8_step(int (&c)[32][4], uint64_t a, uint64_t b, bool accumulate) {
+  asm volatile(
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %130, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 {" PARKA_R128 "}, %128, %129, accumulate;\n}\n"
+      : PARKA_C64(0), PARKA_C64(16)
+      : "l"(a), "l"(b), "r"(int{accumulate}));
+}
+
+#undef PARKA_C4
 #undef PARKA_C16
 #undef PARKA_C64
 #undef PARKA_R64
@@ -115,6 +127,17 @@ __device__ inline void start_wide_product(float (&c)[1][kN][4], uint32_t a_tile,
   for (int k = 0; k < kCodesDepth / kCodesStep; ++k) {
     wgmma_wide_step<T, kSummedA, kSummedB>(c, a + k * (kSummedA ? kSummedStep : kCodesStep) / 16,
                                            b + k * (kSummedB ? kSummedStep : kCodesStep) / 16, accumulate || k > 0);
+  }
+}
+
+// The same in INT8.
+__device__ inline void start_int8_product(int (&c)[32][4], uint32_t a_tile, uint32_t b_tile, bool accumulate) {
+  constexpr uint32_t kBlockBytes = kBlockColumns * kBlockRowBytes;
+  const uint64_t a = operand_descriptor<false>(a_tile, kBlockBytes);
+  const uint64_t b = operand_descriptor<false>(b_tile, kBlockBytes);
+#pragma unroll
+  for (int k = 0; k < kCodesDepth / kCodesStep; ++k) {
+    wgmma_int8_step(c, a + k * kCodesStep / 16, b + k * kCodesStep / 16, accumulate || k > 0);
   }
 }
 

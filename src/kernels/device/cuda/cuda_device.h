@@ -53,6 +53,7 @@ class CudaDevice final : public Device {
   std::vector<std::pair<std::string, std::string>> software() const override;
   // True if this build and this GPU have the kernels of gemm/sm90_float8_tiles.cuh.
   bool has_float8_tiles() const;
+  bool has_int8_products() const override { return has_float8_tiles(); }
   bool fuses(std::string_view op, int64_t numbers) const override;
 
   void* allocate(int64_t bytes) override;
