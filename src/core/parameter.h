@@ -53,6 +53,7 @@ struct ParameterInfo {
   double lr_factor = 1;  // its learning rate, relative to that of the run
   // Whether its products are FP8 where those of others are: those of the backward pass, and that of forward.
   bool quantized = true, quantized_forward = true;
+  bool int8_forward = false;  // forward's is of INT8 codes instead (kernels/ops/gemm/int8.h)
   // Other than kCompute: its codes are all that is stored, whole on every rank.
   BaseFormat base = BaseFormat::kCompute;
   // The rows of each matrix where several are stored one below the other: of q, k and v. Empty: it is one.
@@ -143,6 +144,7 @@ struct ParameterRules {
   BaseFormat base = BaseFormat::kCompute;  // of linear weights of blocks that are frozen
   SideRules side = {};                     // with a side network all other parameters are frozen
   std::vector<std::string> unquantized = {};  // patterns of weights of products that no recipe makes FP8
+  bool int8_forward = false;  // FP8 products of forward alone are INT8 instead, where weights have such
 };
 
 }  // namespace parka

@@ -209,6 +209,7 @@ struct PrecisionConfig {
   Recipe recipe = Recipe::kBf16;
   DType compute = DType::kBF16;
   GemmPrecision gemm = GemmPrecision::kCompute;
+  DType forward_format = DType::kE4M3;
   DType backward_format = DType::kE5M2;
   Storage norm_input = Storage::kCompute;
   Storage up_gate = Storage::kCompute;
@@ -246,6 +247,11 @@ struct PrecisionConfig {
           "Inputs of the linear layers in the blocks: compute (as `compute`), fp8_tensor (one scale per tensor) or "
           "fp8_block (1x128 activations, 128x128 weights)",
           kHashed | kStepTime);
+    visit(
+        "forward_format", forward_format,
+        "Codes of inputs and weights in the FP8 products of forward: e4m3, or int8 in rows that Hadamard matrices "
+        "have rotated, for models that E4M3 harms; the head, experts and all of backward stay in FP8",
+        one_of(DType::kE4M3, DType::kI8), kHashed | kStepTime);
     visit("backward_format", backward_format, "FP8 format of output gradients", one_of(DType::kE4M3, DType::kE5M2),
           kHashed | kStepTime);
     visit("norm_input", norm_input,

@@ -121,6 +121,8 @@ void apply_rules(std::vector<ParameterInfo>& parameters, const ParameterRules& r
   for (ParameterInfo& p : parameters) {
     p.quantized = !is_unquantized(rules.unquantized, p);
     p.quantized_forward = !is_forward_unquantized(rules.unquantized, p);
+    p.int8_forward = rules.int8_forward && p.quantized_forward && has_own_forward(p);
+    p.quantized_forward = p.quantized_forward && !p.int8_forward;
     const bool keeps_weight = rules.base == BaseFormat::kFp8 && !p.quantized_forward;
     const bool may_be_coded = p.role == ParameterRole::kLinear || p.role == ParameterRole::kExperts;
     if (may_be_coded && !p.trainable && !keeps_weight) p.base = rules.base;
@@ -147,11 +149,13 @@ bool is_unquantized(const std::vector<std::string>& patterns, const ParameterInf
   return matches_any(patterns, is_tied ? "head" : parameter.name);
 }
 
+bool has_own_forward(const ParameterInfo& parameter) {
+  return parameter.role == ParameterRole::kLinear && is_unquantized({parameter.name}, parameter);
+}
+
 bool is_forward_unquantized(const std::vector<std::string>& patterns, const ParameterInfo& parameter) {
-  const bool has_own_forward =
-      parameter.role == ParameterRole::kLinear && is_unquantized({parameter.name}, parameter);
   return is_unquantized(patterns, parameter) ||
-         (has_own_forward && matches_any(patterns, parameter.name + ".forward"));
+         (has_own_forward(parameter) && matches_any(patterns, parameter.name + ".forward"));
 }
 
 std::string block_prefix(std::string_view stack, int64_t l) { return fmt::format("{}blocks.{}.", stack, l); }

@@ -73,7 +73,9 @@ struct ParameterTable {
 // True if the name of a product's weight matches one of the patterns of precision.unquantized. A tied head is
 // "head".
 bool is_unquantized(const std::vector<std::string>& patterns, const ParameterInfo& parameter);
-// The same of its product in forward, which a decoder's linear layers have by themselves: "blocks.0.down.forward".
+// True if the product in forward may have another format than those of backward: of a decoder's linear layers.
+bool has_own_forward(const ParameterInfo& parameter);
+// The same of its product in forward: "blocks.0.down.forward".
 bool is_forward_unquantized(const std::vector<std::string>& patterns, const ParameterInfo& parameter);
 
 // Layers name their parameters here, in the order in which forward uses them.

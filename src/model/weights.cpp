@@ -4,6 +4,7 @@
 
 #include <fmt/format.h>
 
+#include "kernels/ops/gemm/int8.h"
 #include "kernels/ops/quantize/quantize.h"
 #include "model/phases.h"
 #include "model/vision/vision_tower.h"
@@ -132,6 +133,7 @@ ModelWeights::Storage ModelWeights::storage_of(const ParameterTable& table, size
   if (p.quantized_forward) {  // else backward alone has FP8 products
     s.rows = s.is_divided ? Codes::kGathered : kept_if(p.is_coded() ? s.is_fp8 : copies != WeightCopies::kNone);
   }
+  if (p.int8_forward) s.int8_rows = kept_if(!p.is_coded() && copies != WeightCopies::kNone);
   if (use_ == WeightUse::kForward || !has_input_gradient) return s;
   s.transposed = s.is_divided ? (has_pieces_for_backward(p.unit) ? Codes::kGathered : Codes::kMadeOnUse)
                               : kept_if(!s.is_4bit && copies == WeightCopies::kBoth);
@@ -165,6 +167,10 @@ void ModelWeights::declare_copies(Weight& weight, MemoryPlan& plan) {
     ids.w = add_matrix(plan, "fp8 weights", p.name + ".fp8", formats_.weight, storage.rows_stored, p.cols,
                        kAllPhases, ids.w.scale);
   }
+  if (storage.int8_rows == Codes::kKept) {
+    ids.int8_rows =
+        add_matrix(plan, "fp8 weights", p.name + ".int8", parka::int8_rows(p.cols), p.rows, p.cols, kAllPhases);
+  }
   if (storage.keeps_piece_codes) {
     const auto add = [&](const char* suffix) {
       return MatrixId{
@@ -180,7 +186,7 @@ void ModelWeights::declare_copies(Weight& weight, MemoryPlan& plan) {
 }
 
 void ModelWeights::declare_workspace(MemoryPlan& plan) {
-  int64_t most_codes = 0, most_scales = 1;
+  int64_t most_codes = 0, most_scales = 1, most_int8 = 0, most_int8_rows = 0;
   bool makes_rows = false, makes_transposed = false;
   for (const Weight& weight : weights_) {
     if (!weight.storage.has_codes || is_fp8_head(weight)) continue;
@@ -190,6 +196,9 @@ void ModelWeights::declare_workspace(MemoryPlan& plan) {
     most_scales = std::max(most_scales, scales[0] * scales[1]);
     makes_rows |= weight.storage.rows == Codes::kMadeOnUse;
     makes_transposed |= weight.storage.transposed == Codes::kMadeOnUse;
+    if (weight.storage.int8_rows != Codes::kMadeOnUse) continue;
+    most_int8 = std::max(most_int8, p.numel());
+    most_int8_rows = std::max(most_int8_rows, p.rows);
   }
   const auto add = [&](const std::string& name, PhaseMask phases) {
     return MatrixId{plan.add("workspace", name, formats_.weight.dtype, {most_codes}, phases),
@@ -198,6 +207,11 @@ void ModelWeights::declare_workspace(MemoryPlan& plan) {
   constexpr PhaseMask kForward = kForwardAttention | kForwardFfn | kRerun | kEvaluation;
   if (makes_rows) rows_workspace_id_ = add("weight.fp8", kForward);
   if (makes_transposed) transposed_workspace_id_ = add("weight.fp8_t", kBackwardLinear);
+  if (most_int8 > 0) {
+    int8_workspace_id_ = {plan.add("workspace", "weight.int8", DType::kI8, {most_int8}, kForward),
+                          plan.add("workspace", "weight.int8.scale", DType::kF32, {most_int8_rows}, kForward),
+                          parka::int8_rows(0)};
+  }
   if (fp8_head_ >= 0) declare_head_workspace(plan);
 }
 
@@ -312,6 +326,10 @@ void ModelWeights::bind_copies(const Arena& arena, Weight& weight) {
                    (storage.transposed == Codes::kKept ? ids.w_t : w_t)
                        .view(arena, p.num_stacked * p.cols, storage.rows_stored / p.num_stacked)};
   if (formats_.has_tensor_scales()) weight.copies.w.scale = weight.copies.w_t.scale = arena[ids.w.scale];
+  if (storage.int8_rows == Codes::kNone) return;
+  MatrixId int8 = storage.int8_rows == Codes::kKept ? ids.int8_rows : int8_workspace_id_;
+  int8.format.group = p.cols;
+  weight.copies.int8_rows = int8.view(arena, p.rows, p.cols);
 }
 
 void ModelWeights::bind_gathered(const Arena& arena, Weight& weight, const Gathered& buffer) {
@@ -384,6 +402,7 @@ TensorView ModelWeights::copied(const Weight& w) {
 // Makes the copies that are kept of a whole weight, from its elements.
 void ModelWeights::quantize_whole(Device& device, const Weight& w, const TensorView& elements) const {
   const auto kept = [](Codes codes, const ScaledView& copy) { return codes == Codes::kKept ? copy : ScaledView{}; };
+  if (w.storage.int8_rows == Codes::kKept) quantize_int8(device, {.x = elements, .out = w.copies.int8_rows});
   if (w.storage.rows != Codes::kKept && w.storage.transposed != Codes::kKept) return;
   make_codes(device, w, elements, kept(w.storage.rows, w.copies.w), kept(w.storage.transposed, w.copies.w_t));
 }
@@ -488,6 +507,14 @@ const ScaledView& ModelWeights::quantized(Device& device, int index) const {
   const Weight& w = at(index);
   if (w.storage.rows == Codes::kMadeOnUse) make_codes(device, w, source(device, w), w.copies.w, {});
   return w.copies.w;
+}
+
+const ScaledView& ModelWeights::int8_rows(Device& device, int index) const {
+  const Weight& w = at(index);
+  if (w.storage.int8_rows == Codes::kMadeOnUse) {
+    quantize_int8(device, {.x = source(device, w), .out = w.copies.int8_rows});
+  }
+  return w.copies.int8_rows;
 }
 
 const ScaledView& ModelWeights::transposed(Device& device, int index) const {

@@ -95,6 +95,8 @@ class ModelWeights {
   // is FP8, has rows of zeros up to head_copy_rows().
   const ScaledView& quantized(Device& device, int index) const;
   const ScaledView& transposed(Device& device, int index) const;
+  // Its INT8 rows [N, K], if its product in forward is of those. They too may be made here.
+  const ScaledView& int8_rows(Device& device, int index) const;
   // This rank's elements of all weights, in the compute format and the order of the table, flat; all elements where
   // weights are not divided. Empty views (data is not null) for small tensors of which the rank has nothing; no
   // views of coded weights.
@@ -163,6 +165,7 @@ class ModelWeights {
   struct Storage {
     bool has_codes = false;  // an FP8 GEMM reads it
     Codes rows = Codes::kNone, transposed = Codes::kNone;
+    Codes int8_rows = Codes::kNone;
     bool is_divided = false;               // over ranks, so that this one has a piece
     bool keeps_piece_codes = false;        // of such a piece, for a whole step
     bool is_stacked = false;               // matrices of experts, whose codes have a scale each
@@ -172,9 +175,11 @@ class ModelWeights {
   };
   struct CopyIds {
     MatrixId w, w_t;
+    MatrixId int8_rows = {};
   };
   struct Copies {
     ScaledView w, w_t;
+    ScaledView int8_rows = {};
   };
   struct Weight {
     ParameterInfo info;
@@ -244,6 +249,7 @@ class ModelWeights {
   std::vector<Weight> weights_;                           // in the order of the table
   std::vector<std::vector<Gathered>> buffers_;            // each for a block's weights in their order
   MatrixId rows_workspace_id_, transposed_workspace_id_;  // for copies that are not kept: large enough for any
+  MatrixId int8_workspace_id_;
   MatrixId head_rows_workspace_id_, head_transposed_workspace_id_;
   TensorId amax_id_;
   std::vector<TensorView> own_;

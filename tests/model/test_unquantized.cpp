@@ -28,8 +28,9 @@ ModelConfig dense() {
 // A model of which the products named are in the compute format, with the telemetry of one micro-batch.
 struct Run {
   Run(const ModelConfig& config, const PrecisionConfig& precision, const std::vector<std::string>& unquantized,
-      bool samples = false, Device& device = *devices().front())
-      : model(config, precision, false, kShape, 24, Model::Use::kTraining, {}, plan, {.unquantized = unquantized}) {
+      bool samples = false, bool int8_forward = false, Device& device = *devices().front())
+      : model(config, precision, false, kShape, 24, Model::Use::kTraining, {}, plan,
+              {.unquantized = unquantized, .int8_forward = int8_forward}) {
     if (samples) model.declare_telemetry(plan);
     std::vector<TensorId> ids;
     for (const ParameterInfo& p : model.parameters().all) {
@@ -108,6 +109,37 @@ TEST_CASE("a product of forward that is named alone has the bits of bf16, and FP
         CHECK(mixed.losses != bf16.losses);
       }
     }
+  }
+}
+
+TEST_CASE("products of forward in int8 cost less loss than in E4M3, the same bits however weights are kept",
+          "[model]") {
+  const auto far = [](const Run& run, const Run& bf16) {
+    double sum = 0;
+    for (size_t i = 0; i < bf16.losses.size(); ++i) sum += std::abs(run.losses[i] - bf16.losses[i]);
+    return sum;
+  };
+  const Run bf16(dense(), precision_recipe(Recipe::kBf16), {});
+  for (const Recipe recipe : {Recipe::kFp8Linear, Recipe::kFp8Block, Recipe::kCoat}) {
+    PrecisionConfig precision = precision_recipe(recipe);
+    const auto int8 = [&] { return Run(dense(), precision, {}, false, true); };
+    const Run fp8(dense(), precision, {}), kept = int8();
+    CAPTURE(name_of(recipe));
+    CHECK(kept.losses != bf16.losses);
+    CHECK(far(kept, bf16) < far(fp8, bf16));
+    CHECK(kept.gradients != bf16.gradients);
+    for (size_t i = 0; i < bf16.gradients.size(); ++i) {
+      CHECK(relative_error(kept.gradients[i], bf16.gradients[i]) < 0.2);
+    }
+    const Run named(dense(), precision, {"*.forward"}, false, true);
+    CHECK(named.losses == Run(dense(), precision, {"*.forward"}).losses);
+    for (const WeightCopies copies : {WeightCopies::kRows, WeightCopies::kNone}) {
+      if (recipe == Recipe::kFp8Block && copies == WeightCopies::kRows) continue;
+      precision.weight_copies = copies;
+      CHECK((int8().losses == kept.losses && int8().gradients == kept.gradients));
+    }
+    precision.recompute = Recompute::kBlock;
+    CHECK((int8().losses == kept.losses && int8().gradients == kept.gradients));
   }
 }
 

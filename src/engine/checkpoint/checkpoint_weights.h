@@ -61,8 +61,9 @@ class CheckpointWeights {
   bool is_coded(const ParameterInfo& parameter) const {
     const bool may_be = parameter.role == ParameterRole::kLinear || parameter.role == ParameterRole::kExperts;
     if (adapters_.base == BaseFormat::kCompute || !may_be) return false;
+    const bool is_int8 = adapters_.precision.forward_format == DType::kI8 && has_own_forward(parameter);
     return adapters_.base != BaseFormat::kFp8 ||
-           !is_forward_unquantized(adapters_.precision.unquantized, parameter);
+           !(is_int8 || is_forward_unquantized(adapters_.precision.unquantized, parameter));
   }
   // The values of a quantized weight, of one expert where it has several; those of the last one are kept.
   const std::vector<float>& read_coded(const ParameterInfo& parameter, int64_t expert) const;

@@ -40,8 +40,8 @@ ParameterRules Config::parameter_rules() const {
   constexpr uint64_t kDropoutKey = 0x7f4a7c159e3779b9;
   LoraRules lora = finetune.lora_rules();
   lora.seed = static_cast<uint64_t>(training.seed) ^ kDropoutKey;
-  return {optimizer.frozen, optimizer.lr_patterns, optimizer.lr_factors, std::move(lora),
-          finetune.base,    finetune.side_rules(), precision.unquantized};
+  return {optimizer.frozen, optimizer.lr_patterns, optimizer.lr_factors,  std::move(lora),
+          finetune.base,    finetune.side_rules(), precision.unquantized, precision.forward_format == DType::kI8};
 }
 
 std::string sharing_ranks(const Config& config) {

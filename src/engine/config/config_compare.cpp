@@ -97,6 +97,7 @@ std::string config_hash(const Config& config) {
   }
   // Runs from before these keys were there keep their hash.
   if (c.precision.unquantized.empty()) hashed.erase("precision.unquantized");
+  if (c.precision.forward_format == DType::kE4M3) hashed.erase("precision.forward_format");
   if (c.data.document_start < 0) hashed.erase("data.document_start");
   Checksum checksum;
   checksum.update(as_bytes(hashed.dump()));

@@ -44,7 +44,6 @@ constexpr RemovedKey kRemovedKeys[] = {
     {"precision.fast_forward", "true"},
     {"precision.fast_input_gradient", "true"},
     {"precision.fast_weight_gradient", "false"},
-    {"precision.forward_format", R"("e4m3")"},
     {"precision.weight_copies_blocks", "0", true},
     {"reliability.replica_interval", "100", true},
     {"telemetry.imbalance_limit", "0.01", true},

@@ -80,7 +80,8 @@ DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cac
             {.lora = config.finetune.lora_rules(),
              .base = config.finetune.base,
              .side = config.finetune.side_rules(),
-             .unquantized = config.precision.unquantized}) {
+             .unquantized = config.precision.unquantized,
+             .int8_forward = config.precision.forward_format == DType::kI8}) {
   if (cache.num_slots > 0) model.declare_cache(cache, plan);
   if (workspace_bytes > 0) workspace = plan.add(kWorkspaceCategory, "op_workspace", DType::kU8, {workspace_bytes});
   plan.finish();

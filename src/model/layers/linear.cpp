@@ -1,6 +1,9 @@
 #include "model/layers/linear.h"
 
+#include <fmt/format.h>
+
 #include "kernels/ops/elementwise/pointwise.h"
+#include "kernels/ops/gemm/int8.h"
 #include "model/step_context.h"
 
 namespace parka {
@@ -23,14 +26,31 @@ Linear::Linear(const PrecisionConfig& precision, const ParameterTable& table, co
   const ParameterInfo& weight = table.all[static_cast<size_t>(weight_)];
   is_fp8_ = precision.gemm != GemmPrecision::kCompute && weight.is_of_block() && weight.quantized;
   is_fp8_forward_ = is_fp8_ && weight.quantized_forward;
+  is_int8_forward_ = is_fp8_ && weight.int8_forward;
+  cols_ = weight.cols;
   adapters_ = Adapters(table, name, is_fp8_);
+}
+
+void Linear::declare(BufferScope& scope, const std::string& name, PhaseMask forward, PhaseMask backward) {
+  adapters_.declare(scope, name, forward, backward);
+  if (!is_int8_forward_) return;
+  // Layers of one width take turns.
+  codes_ = scope.workspace(fmt::format("int8_input_{}", cols_), int8_rows(cols_), scope.tokens(), cols_, forward);
 }
 
 void Linear::forward(const StepContext& step, const ScaledView& x, const TensorView& out) const {
   const bool accumulate = adapters_.before_product(step, x, out);
-  Gemm own = product(step, x, out);
-  own.accumulate = accumulate;
-  gemm(step.device, own);
+  if (is_int8_forward_) {
+    const ScaledView codes = step.matrix(codes_, x.num_rows(), cols_);
+    quantize_int8(step.device, {.x = x.data, .out = codes});
+    gemm_int8(
+        step.device,
+        {.a = codes, .b = step.weights.int8_rows(step.device, weight_), .out = out, .accumulate = accumulate});
+  } else {
+    Gemm own = product(step, x, out);
+    own.accumulate = accumulate;
+    gemm(step.device, own);
+  }
   if (bias_ >= 0) bias_forward(step.device, {.bias = step.weights.plain(bias_), .x = out});
   adapters_.after_product(step, out);
 }

@@ -5,6 +5,7 @@
 #include "core/tensor.h"
 #include "kernels/ops/gemm/gemm.h"
 #include "model/buffer_scope.h"
+#include "model/formats.h"
 #include "model/layers/adapters.h"
 #include "model/model_config.h"
 #include "model/parameter_table.h"
@@ -33,14 +34,13 @@ class Linear {
 
   Linear(const PrecisionConfig& precision, const ParameterTable& table, const std::string& name);
 
-  // The buffers of adapters, by the phases of forward, and of input_gradient() and weight_gradient().
-  void declare(BufferScope& scope, const std::string& name, PhaseMask forward, PhaseMask backward) {
-    adapters_.declare(scope, name, forward, backward);
-  }
+  // The buffers of adapters, by the phases of forward, and of input_gradient() and weight_gradient(); and those of
+  // INT8 codes of the input.
+  void declare(BufferScope& scope, const std::string& name, PhaseMask forward, PhaseMask backward);
 
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
-  // True if out is a GEMM alone, without bias or adapters; which one.
-  bool is_product() const { return adapters_.empty() && bias_ < 0; }
+  // True if out is a GEMM alone, without bias or adapters, and not of INT8; which one.
+  bool is_product() const { return adapters_.empty() && bias_ < 0 && !is_int8_forward_; }
   Gemm product(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void input_gradient(const StepContext& step, const GemmInput& d_out, const TensorView& d_x) const;
   // Whether its products are FP8: those of backward, and that of forward.
@@ -58,7 +58,9 @@ class Linear {
   int weight_;
   int bias_;  // -1: none
   bool trains_weight_, trains_bias_;
-  bool is_fp8_, is_fp8_forward_;
+  bool is_fp8_, is_fp8_forward_, is_int8_forward_;
+  int64_t cols_;
+  MatrixId codes_;  // of the input, in INT8
   Adapters adapters_;
 };
 
