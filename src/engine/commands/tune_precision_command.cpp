@@ -37,14 +37,15 @@ struct Choice {
 
 // The time of a step, by its operations and bytes, at the rates that an H200 reaches in steps of Llama-2-7B.
 double step_seconds(const Config& config) {
-  constexpr double kFloat8Rate = 1.25e15, kRate = 6.8e14, kAttentionRate = 3.8e14, kBandwidth = 3.6e12;
+  constexpr double k8BitRate = 1.25e15, kRate = 6.8e14, kAttentionRate = 3.8e14, kBandwidth = 3.6e12;
   const auto of_op = [](const RecordedOp& op) {
     const OpCost& cost = op.cost;
     if (cost.products == Products::kNone) return cost.bytes / kBandwidth;
     if (cost.products != Products::kGemm) return cost.flop / kAttentionRate;
-    const bool is_float8 =
-        cost.shape.find("e4m3") != std::string::npos || cost.shape.find("e5m2") != std::string::npos;
-    return cost.flop / (is_float8 ? kFloat8Rate : kRate);
+    const bool is_8bit = cost.shape.find("e4m3") != std::string::npos ||
+                         cost.shape.find("e5m2") != std::string::npos ||
+                         cost.shape.find("int8") != std::string::npos;
+    return cost.flop / (is_8bit ? k8BitRate : kRate);
   };
   const std::set<std::string> one_kernel = {std::string(RopeProjection::kName),
                                             std::string(SwigluProjection::kName)};
@@ -73,7 +74,7 @@ void add_products(const Config& config, std::vector<Choice>& choices) {
     const ParameterInfo& p = table.all[i];
     const bool is_head = static_cast<int>(i) == table.head, is_of_block = p.unit > 0 && !is_head;
     const std::string name = is_head ? "head" : p.name;
-    if (!p.quantized_forward || !is_unquantized({name}, p)) continue;
+    if (!(p.quantized_forward || p.int8_forward) || !is_unquantized({name}, p)) continue;
     if (!(is_head ? formats.fp8_head : is_of_block && formats.fp8_gemm)) continue;
     const int64_t block = is_head ? 0 : p.unit - 1;
     const std::string kind = is_head ? "head" : p.name.substr(block_prefix(kDecoder, block).size());
@@ -192,6 +193,17 @@ class Tuning {
   std::vector<Choice> choices_;
 };
 
+// With INT8 products in forward, where a run can have them; else the config as it is.
+Config with_int8(Config config, const Device& device) {
+  const ParameterTable table = make_parameter_table(config.model, false, config.parameter_rules());
+  const auto may_be_int8 = [](const ParameterInfo& p) { return p.quantized_forward && has_own_forward(p); };
+  const bool any = config.precision.gemm != GemmPrecision::kCompute && std::ranges::any_of(table.all, may_be_int8);
+  if (any && config.distributed.zero_stage < 3 && device.has_int8_products()) {
+    config.precision.forward_format = DType::kI8;
+  }
+  return config;
+}
+
 double percent(double loss, double plain) { return 100 * std::expm1(loss - plain); }
 
 std::vector<std::string> overrides_of(const Config& config, const std::vector<Choice>& choices) {
@@ -228,15 +240,26 @@ int run_tune_precision(const TunePrecisionOptions& options) {
   check(options, config);
   const std::unique_ptr<Device> device = make_untuned_device(config);
   const PrecisionLosses losses(*device, config);
-  Tuning tuning(options, config, losses);
   const Config bf16 = without_fp8(config);
-  const double plain = losses.of(bf16.precision, options.sequences),
-               fp8 = tuning.loss([](size_t) { return false; });
+  const double plain = losses.of(bf16.precision, options.sequences);
+  double reached = losses.of(config.precision, options.sequences);
   const double most = plain + std::log1p(options.rise_percent / 100);
-  fmt::print("loss {:.5f} without FP8, {:.5f} with all of it: perplexity {:+.2f} %\n", plain, fp8,
-             percent(fp8, plain));
-  double reached = fp8;
-  if (fp8 > most) {
+  fmt::print("loss {:.5f} without FP8, {:.5f} with all of it: perplexity {:+.2f} %\n", plain, reached,
+             percent(reached, plain));
+  Config start = config;
+  // It costs little time, so nothing leaves FP8 for what this mends.
+  if (reached > most) start = with_int8(config, *device);
+  if (start.precision.forward_format != config.precision.forward_format) {
+    const double int8 = losses.of(start.precision, options.sequences);
+    fmt::print("loss {:.5f} with forward's products in int8: perplexity {:+.2f} %\n", int8, percent(int8, plain));
+    if (int8 < reached) {
+      reached = int8;
+    } else {
+      start = config;
+    }
+  }
+  Tuning tuning(options, start, losses);
+  if (reached > most) {
     fmt::print("\n{:<32} rise of the loss, alone in FP8\n", "");
     tuning.measure(plain);
     reached = tuning.choose(most);
@@ -249,6 +272,7 @@ int run_tune_precision(const TunePrecisionOptions& options) {
   }
   const std::vector<Choice>& choices = tuning.choices();
   std::vector<std::string> overrides = options.overrides, own = overrides_of(config, choices);
+  if (start.precision.forward_format == DType::kI8) own.push_back("precision.forward_format=int8");
   std::vector<std::string> leaving;
   for (const Choice& choice : choices) {
     if (choice.leaves) leaving.push_back(choice.name);
