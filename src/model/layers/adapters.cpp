@@ -51,8 +51,8 @@ void Adapters::declare(BufferScope& scope, const std::string& name, PhaseMask fo
   decoded_gradient_ = scope.workspace(name + ".decoded_gradient", scope.compute(), {T, rows_}, backward);
 }
 
-bool Adapters::before_product(const StepContext& step, const ScaledView& x, const TensorView& out) const {
-  if (empty()) return false;
+void Adapters::forward_again(const StepContext& step, const ScaledView& x) const {
+  if (empty()) return;
   const TensorView input = decoded(step, x, decoded_input_);
   if (step.dropout_position.empty()) {
     gemm(step.device, {.a = input, .b = stacked(step, /*gradients=*/false), .out = inner(step, inner_)});
@@ -64,7 +64,11 @@ bool Adapters::before_product(const StepContext& step, const ScaledView& x, cons
                          .out_padding = inner_padding()});
     }
   }
-  if (bare_rows_ > 0) return false;
+}
+
+bool Adapters::before_product(const StepContext& step, const ScaledView& x, const TensorView& out) const {
+  forward_again(step, x);
+  if (empty() || bare_rows_ > 0) return false;
   outer_products(step, out, /*accumulate=*/false);
   return true;
 }

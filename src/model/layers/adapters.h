@@ -32,6 +32,8 @@ class Adapters {
   // The buffers, by the phases of forward, and of the layer's gradients.
   void declare(BufferScope& scope, const std::string& name, PhaseMask forward, PhaseMask backward);
 
+  // Makes again what backward reads.
+  void forward_again(const StepContext& step, const ScaledView& x) const;
   // True if the layer is to add to what is in out; likewise in d_x.
   bool before_product(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   void after_product(const StepContext& step, const TensorView& out) const;

@@ -11,7 +11,8 @@ namespace parka {
 // model.norm_placement another norm. The norm of the next branch adds what comes out to the residual stream.
 //
 // An inner layer begins and ends with linear layers. It declares its buffers, runs forward from the norm's output x
-// to `out`, and runs backward from the gradient of `out` to that of x. Its constants say what a branch has to know:
+// to `out`, and runs backward from the gradient of `out` to that of x. Where `out` is empty, forward does what
+// backward reads again and no more. Its constants say what a branch has to know:
 //   kNormName, kPostNormName        of the pre-norm and the post-norm
 //   kForwardPhase                     in which forward runs
 //   kRowsPhases, kTransposedPhases    in which backward reads the gradient of `out`, in rows and transposed
@@ -51,13 +52,13 @@ class Branch {
   }
 
   // residual() = residual + branch; then the stream's branch is inner(norm(residual())), or the post-norm of
-  // that.
+  // that. Without `wants_branch` it may be left as it is: backward alone reads what forward keeps.
   void forward(const StepContext& step, const ResidualStream& stream, const TensorView& residual,
-               const TensorView& branch) const {
+               const TensorView& branch, bool wants_branch = true) const {
     norm_.forward(step, residual, branch);
     norm_.sample_input(step, block_, Inner::kNormInput);
     norm_.sample_output(step, block_, Inner::kNormOutput);
-    const TensorView out = post_norm_ ? post_norm_->sum(step) : stream.branch(step);
+    const TensorView out = post_norm_ ? post_norm_->sum(step) : wants_branch ? stream.branch(step) : TensorView();
     if constexpr (kReadsPlain) {
       inner_.forward(step, norm_.output(step), norm_.plain_output(step), out);
     } else {

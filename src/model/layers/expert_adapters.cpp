@@ -57,6 +57,7 @@ void ExpertAdapters::forward(const StepContext& step, const Experts& experts, co
     const LoraAdapter& adapter = adapters_[i];
     const TensorView inner = this->inner(step, inner_, i, R), part = step.tensor(part_, R, adapter.rows);
     product(step, experts, x, adapter.in, inner);
+    if (out.empty()) continue;
     product(step, experts, inner, adapter.out, part);
     TensorView columns = from_column(out, adapter.first_row);
     columns.dim[1] = adapter.rows;

@@ -26,8 +26,8 @@ class ExpertAdapters {
   struct Experts {
     TensorView offsets, counts;  // of SortByExpert
   };
-  // x [R, K], out [R, N]: adds to it, as input_gradient() does to d_x. That also makes the gradients of B, and
-  // weight_gradient(), which follows, those of A.
+  // x [R, K], out [R, N] or empty: adds to it, as input_gradient() does to d_x. That also makes the gradients of B,
+  // and weight_gradient(), which follows, those of A.
   void forward(const StepContext& step, const Experts& experts, const TensorView& x, const TensorView& out) const;
   void input_gradient(const StepContext& step, const Experts& experts, const TensorView& d_out,
                       const TensorView& d_x) const;

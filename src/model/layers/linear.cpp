@@ -39,6 +39,7 @@ void Linear::declare(BufferScope& scope, const std::string& name, PhaseMask forw
 }
 
 void Linear::forward(const StepContext& step, const ScaledView& x, const TensorView& out) const {
+  if (out.empty()) return adapters_.forward_again(step, x);
   const bool accumulate = adapters_.before_product(step, x, out);
   if (is_int8_forward_) {
     const ScaledView codes = step.matrix(codes_, x.num_rows(), cols_);

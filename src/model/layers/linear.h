@@ -38,6 +38,7 @@ class Linear {
   // INT8 codes of the input.
   void declare(BufferScope& scope, const std::string& name, PhaseMask forward, PhaseMask backward);
 
+  // Without `out`: what backward reads of it, once more.
   void forward(const StepContext& step, const ScaledView& x, const TensorView& out) const;
   // True if out is a GEMM alone, without bias or adapters, and not of INT8; which one.
   bool is_product() const { return adapters_.empty() && bias_ < 0 && !is_int8_forward_; }

@@ -282,19 +282,21 @@ void Moe::forward(const StepContext& step, const ScaledView& x, const TensorView
   for (int64_t n = 0; n < places_; ++n) {
     const int64_t source = (place_ + n) % places_;
     if (n == 1) step.experts->wait(step.device);
-    const Rows rows = forward_rows(step, source, n == 0 ? x : shared(step, x, shared_input_, source));
+    const bool wants_out = !out.empty();
+    const Rows rows = forward_rows(step, source, n == 0 ? x : shared(step, x, shared_input_, source), wants_out);
     if (n == 0 && shared_) shared_->forward(step, x, out);
+    if (!wants_out) continue;
     combine_rows(step.device, {.rows = step.tensor(rows_, rows.count, width_),
                                .row_of_slot = rows.row_of_slot,
                                .out = is_divided() ? of_source(step, partial_, source, width_) : out,
                                .accumulate = !is_divided() && shared_});
   }
-  if (!is_divided()) return;
+  if (!is_divided() || out.empty()) return;
   add_up(step, partial_, out, shared_.has_value());
   step.experts->wait(step.device);
 }
 
-Moe::Rows Moe::forward_rows(const StepContext& step, int64_t source, const ScaledView& x) const {
+Moe::Rows Moe::forward_rows(const StepContext& step, int64_t source, const ScaledView& x, bool wants_out) const {
   const int64_t f = d_ffn_;
   const Rows rows = sort(step, source);
   const OfSource& own = sources_[static_cast<size_t>(source)];
@@ -320,13 +322,16 @@ Moe::Rows Moe::forward_rows(const StepContext& step, int64_t source, const Scale
   up_gate_adapters_.forward(step, rows.experts(), input.row.data, projected);
   swiglu_forward(step.device, swiglu);
   if (source == place_) step.samples.add(step.device, block_ + moe_.dense_layers, swiglu, projected);
-  grouped_gemm(step.device, {.a = product,
-                             .b = weight(step, down_weight_),
-                             .offsets = rows.offsets,
-                             .counts = rows.counts,
-                             .out = step.tensor(rows_, rows.count, width_),
-                             .fast_accumulation = true});
-  down_adapters_.forward(step, rows.experts(), product.data, step.tensor(rows_, rows.count, width_));
+  const TensorView out = wants_out ? step.tensor(rows_, rows.count, width_) : TensorView();
+  if (wants_out) {
+    grouped_gemm(step.device, {.a = product,
+                               .b = weight(step, down_weight_),
+                               .offsets = rows.offsets,
+                               .counts = rows.counts,
+                               .out = out,
+                               .fast_accumulation = true});
+  }
+  down_adapters_.forward(step, rows.experts(), product.data, out);
   return rows;
 }
 

@@ -111,8 +111,8 @@ class Moe {
     TensorId row, transposed;
   };
   GemmInput gather(const StepContext& step, const Rows& rows, const GemmInput& x, const Gathered& buffers) const;
-  // Leaves the outputs of the experts in rows_.
-  Rows forward_rows(const StepContext& step, int64_t source, const ScaledView& x) const;
+  // Leaves the outputs of the experts in rows_, if somebody wants them.
+  Rows forward_rows(const StepContext& step, int64_t source, const ScaledView& x, bool wants_out) const;
   // Leaves the gradients of the experts' inputs in rows_, and those of the rows' weights.
   void backward_rows(const StepContext& step, const Rows& rows, const GemmInput& d_out, const InputAgain& x,
                      const TensorView& d_x, bool adds) const;

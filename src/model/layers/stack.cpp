@@ -86,10 +86,12 @@ void Stack::forward(const StepContext& step, const Between& between) const {
   if (step.router_losses.is_pooled) router_loads_.add_up(step);
 }
 
-void Stack::forward_block(const StepContext& step, int64_t l) const {
+void Stack::forward_block(const StepContext& step, int64_t l, bool wants_branch) const {
   block(l).attention.forward(step, stream_, input(step, l), {});
-  std::visit([&](const auto& ffn) { ffn.forward(step, stream_, input(step, l), stream_.branch(step)); },
-             block(l).ffn);
+  const auto forward = [&](const auto& ffn) {
+    ffn.forward(step, stream_, input(step, l), stream_.branch(step), wants_branch);
+  };
+  std::visit(forward, block(l).ffn);
 }
 
 void Stack::backward(const StepContext& step) const {
@@ -104,7 +106,7 @@ void Stack::backward(const StepContext& step) const {
 }
 
 void Stack::backward_block(const StepContext& step, int64_t l, bool quantize) const {
-  if (reruns_) forward_block(step, l);
+  if (reruns_) forward_block(step, l, /*wants_branch=*/false);  // the blocks above have read it
   const auto& attention = block(l).attention;
   std::visit([&](const auto& ffn) { ffn.backward(step, stream_, attention.reads_fp8_gradient()); }, block(l).ffn);
   attention.backward(step, stream_, quantize);

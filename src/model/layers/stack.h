@@ -49,7 +49,7 @@ class Stack {
   TensorView branch(const StepContext& step) const { return stream_.branch(step); }
   // Block l by itself, of what is in its input(); what it leaves, and backward from the gradient of that.
   TensorView input(const StepContext& step, int64_t l) const { return block(l).attention.residual(step); }
-  void forward_block(const StepContext& step, int64_t l) const;
+  void forward_block(const StepContext& step, int64_t l, bool wants_branch = true) const;
   TensorView residual(const StepContext& step, int64_t l) const {
     return std::visit([&](const auto& ffn) { return ffn.residual(step); }, block(l).ffn);
   }
