@@ -245,6 +245,36 @@ TEST_CASE("blocks in gather buffers are gathered again neither in backward nor i
   }
 }
 
+TEST_CASE("backward that runs a block again leaves out the last product, which only later blocks read",
+          "[engine][recorded step]") {
+  for (const bool experts : {false, true}) {
+    const TemporaryFolder folder;
+    Config config = step_config(folder.path().string(), "bf16", 0, true, 2, 1);
+    config.precision.recompute = Recompute::kBlock;
+    if (experts) {
+      config.model.moe.num_experts = 4;
+      config.model.moe.experts_per_token = 2;
+    }
+    double forward = 0, backward = 0, down = 0;  // FLOP of products
+    for (const RecordedStep::Part& part : record_step(config, 1).parts) {
+      for (const RecordedStep::Work& work : part.work) {
+        const auto* op = std::get_if<RecordedOp>(&work);
+        if (op == nullptr || op->cost.products != Products::kGemm) continue;
+        const double flop = static_cast<double>(part.times) * op->cost.flop;
+        if (op->section == StepSection::kBlockBackward) backward += flop;
+        if (op->section != StepSection::kBlockForward) continue;
+        forward += flop;
+        const bool is_down = op->cost.shape.find(experts ? " x 48 x 80 " : "16 x 48 x 80 ") != std::string::npos;
+        if (is_down) down += flop;
+      }
+    }
+    CAPTURE(experts, forward, backward, down);
+    CHECK(down > 0);
+    // Gradients of input and weight take as much as forward, each.
+    CHECK(backward == 3 * forward - down);
+  }
+}
+
 TEST_CASE("updates in backward are recorded as ranks queue them", "[engine][recorded step][release]") {
   for (const char* recipe : {"bf16", "parka"}) {
     for (const auto& [ranks, stage, shard_size] :
