@@ -283,9 +283,13 @@ int run_tune_precision(const TunePrecisionOptions& options) {
   const double most_seconds = step_seconds(bf16), least_seconds = step_seconds(config);
   fmt::print("\nleave FP8: {}\n", leaving.empty() ? "nothing" : fmt::format("{}", fmt::join(leaving, "; ")));
   fmt::print("loss {:.5f}: perplexity {:+.2f} %\n", reached, percent(reached, plain));
-  if (most_seconds > least_seconds) {
+  const double tuned_seconds = step_seconds(tuned);
+  if (tuned_seconds >= most_seconds) {
+    fmt::print(
+        "by operations and bytes a step is no faster than without FP8: precision.recipe=bf16 costs memory alone\n");
+  } else if (most_seconds > least_seconds) {
     fmt::print("{:.0f} % of the time that FP8 saves is kept, by operations and bytes\n",
-               100 * (most_seconds - step_seconds(tuned)) / (most_seconds - least_seconds));
+               100 * (most_seconds - tuned_seconds) / (most_seconds - least_seconds));
   }
   fmt::print("memory {:+.2f} GB\n", 1e-9 * static_cast<double>(planned_bytes(tuned, 1) - planned_bytes(config, 1)));
   fmt::print("wrote {}; next: parka train {}\n", options.write_path, options.write_path);
