@@ -37,6 +37,7 @@ constexpr CardFigure kMeasured[] = {
     {4.125e10, 23820, "h200", "Llama-2-7B", Recipe::kFp8Linear},
     {7.46e9, 112379, "h200", "OLMo-1B", Recipe::kCoat},
     {4.125e10, 23710, "h200", "Llama-2-7B", Recipe::kCoat},
+    {7.74e8, 696432, "h200", "150m", Recipe::kParka},
     {7.46e9, 125267, "h200", "OLMo-1B", Recipe::kParka},
     {4.125e10, 24697, "h200", "Llama-2-7B", Recipe::kParka},
     {5.147e10, 17853, "h200", "Llama-3-8B", Recipe::kParka},
