@@ -24,14 +24,20 @@ int64_t num_matrices(const ParameterInfo& p) {
 }  // namespace
 
 CodedWeights::CodedWeights(const std::vector<ParameterInfo>& parameters, DType compute, PhaseMask buffer_phases,
-                           MemoryPlan& plan)
+                           bool has_two_buffers, MemoryPlan& plan)
     : parameters_(parameters), ids_(parameters.size()) {
   constexpr const char* kCategory = "coded weights";
-  int64_t largest = 0, largest_4bit = 0;
+  std::array<int64_t, kNumBuffers> largest = {};
+  int64_t largest_4bit = 0;
+  int unit = -1, in_unit = 0;
   for (size_t i = 0; i < parameters_.size(); ++i) {
     const ParameterInfo& p = parameters_[i];
     if (!p.is_coded()) continue;
-    largest = std::max(largest, p.numel());
+    in_unit = p.unit == unit ? in_unit + 1 : 0;
+    unit = p.unit;
+    ids_[i].buffer = has_two_buffers ? in_unit % kNumBuffers : 0;
+    int64_t& of_buffer = largest[static_cast<size_t>(ids_[i].buffer)];
+    of_buffer = std::max(of_buffer, p.numel());
     if (!is_4bit(p.base)) continue;
     largest_4bit = std::max(largest_4bit, p.numel());
     const int64_t blocks = ceil_div(p.numel(), kBlock4Bit), matrices = num_matrices(p);
@@ -41,8 +47,10 @@ CodedWeights::CodedWeights(const std::vector<ParameterInfo>& parameters, DType c
                                      {matrices * ceil_div(blocks / matrices, kNestedBlock)});
     ids_[i].offset = plan.add(kCategory, p.name + ".offset", DType::kF32, {matrices});
   }
-  if (largest == 0) return;
-  buffer_id_ = plan.add("workspace", "decoded_weight", compute, {largest}, buffer_phases);
+  for (size_t b = 0; b < kNumBuffers; ++b) {
+    const std::string name = b == 0 ? "decoded_weight" : "decoded_weight2";
+    if (largest[b] > 0) buffer_ids_[b] = plan.add("workspace", name, compute, {largest[b]}, buffer_phases);
+  }
   if (largest_4bit == 0) return;
   map_id_ = plan.add(kCategory, "absmax_map", DType::kF32, {static_cast<int64_t>(dynamic_map().size())});
   // Weights come in between steps, when evaluation's memory is free.
@@ -51,7 +59,8 @@ CodedWeights::CodedWeights(const std::vector<ParameterInfo>& parameters, DType c
 }
 
 void CodedWeights::bind(const Arena& arena) {
-  buffer_ = arena[buffer_id_];
+  for (size_t b = 0; b < kNumBuffers; ++b) buffers_[b] = arena[buffer_ids_[b]];
+  forget_decoded();
   absmax_ = arena[absmax_id_];
   map_ = arena[map_id_];
   codes_.clear();
@@ -63,7 +72,9 @@ void CodedWeights::bind(const Arena& arena) {
 TensorView CodedWeights::buffer(size_t i) const {
   const ParameterInfo& p = parameters_.at(i);
   PARKA_REQUIRE(p.is_coded());
-  return {buffer_.data, buffer_.dtype, {p.rows, p.cols}};
+  const auto number = static_cast<size_t>(ids_[i].buffer);
+  held_[number] = kNothing;
+  return {buffers_[number].data, buffers_[number].dtype, {p.rows, p.cols}};
 }
 
 void CodedWeights::stage(Device& device, size_t i, std::span<const float> values, int64_t first) const {
@@ -101,7 +112,11 @@ void CodedWeights::encode(Device& device, size_t i) const {
 TensorView CodedWeights::decode(Device& device, size_t i) const {
   const ParameterInfo& p = parameters_.at(i);
   const Codes& codes = codes_[i];
+  size_t& held = held_[static_cast<size_t>(ids_[i].buffer)];
+  const bool is_there = held == i;
   const TensorView out = buffer(i);
+  held = i;
+  if (is_there) return out;
   dequantize_4bit(device, {.codes = codes.codes,
                            .absmax = codes.absmax,
                            .map = map_,

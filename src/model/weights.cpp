@@ -18,11 +18,19 @@ bool any_weight_is_divided(const std::vector<ParameterInfo>& parameters) {
   return std::ranges::any_of(parameters, [](const ParameterInfo& p) { return p.placement.weight.size > 1; });
 }
 
-// Codes in 4 bits are decoded for every GEMM, FP8 codes for evaluation in bf16 alone.
-PhaseMask coded_buffer_phases(const std::vector<ParameterInfo>& parameters) {
+// True if blocks whose input gradients are computed run forward again in backward.
+bool runs_blocks_again(const ParameterTable& table, const KeptCopies& copies, WeightUse use) {
+  return use == WeightUse::kBackwardWithForward && copies.first_backward_unit < table.head_unit();
+}
+
+// Codes in 4 bits are decoded for every GEMM, FP8 codes for evaluation in bf16 alone. What is decoded when a block
+// runs again stays until the second branch has gone backward.
+PhaseMask coded_buffer_phases(const std::vector<ParameterInfo>& parameters, bool reruns) {
   const bool any_4bit =
       std::any_of(parameters.begin(), parameters.end(), [](const ParameterInfo& p) { return is_4bit(p.base); });
-  return kEvaluation | (any_4bit ? kBlockForward | kBackwardLinear | kRerun : PhaseMask{0});
+  if (!any_4bit) return kEvaluation;
+  return kEvaluation | kBlockForward | kBackwardLinear |
+         (reruns ? kRerun | kBackwardSwiglu | kBackwardNorm : PhaseMask{0});
 }
 
 }  // namespace
@@ -70,7 +78,9 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
           std::ranges::any_of(table.all, [](const auto& p) { return p.placement.states.size > 1; })),
       copies_kept_(copies),
       use_(use),
-      coded_(table.all, formats.compute.dtype, coded_buffer_phases(table.all), plan),
+      coded_(table.all, formats.compute.dtype,
+             coded_buffer_phases(table.all, runs_blocks_again(table, copies, use)),
+             runs_blocks_again(table, copies, use), plan),
       fp8_head_(formats.fp8_head && table.all[static_cast<size_t>(table.head)].quantized ? table.head : -1),
       gathers_transposed_(gathers_transposed(table, formats, copies.copies, use)),
       gathered_unit_(static_cast<size_t>(table.num_units()), false) {

@@ -109,7 +109,8 @@ class ModelWeights {
   void stage_coded(Device& device, int index, std::span<const float> values, int64_t first) const {
     coded_.stage(device, static_cast<size_t>(index), values, first);
   }
-  // The buffer of decoded weights, [rows, cols] in the compute format.
+  void forget_decoded() const { coded_.forget_decoded(); }
+  // The buffer of decoded weights, [rows, cols] in the compute format, to be written.
   TensorView coded_buffer(int index) const { return coded_.buffer(static_cast<size_t>(index)); }
   void encode(Device& device, int index) const;
   // The tensors in which it is stored.

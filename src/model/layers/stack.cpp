@@ -67,6 +67,7 @@ Stack::Stack(const ModelConfig& model, const ParameterTable& table, std::string_
 
 // Attention adds what comes in to the residual stream, and the second branch adds what attention leaves.
 void Stack::forward(const StepContext& step, const Between& between) const {
+  step.weights.forget_decoded();
   TensorView residual = input(step), branch;  // nothing to add before the first block
   StepContext forward_only = step;
   forward_only.keep = false;
@@ -95,6 +96,7 @@ void Stack::forward_block(const StepContext& step, int64_t l, bool wants_branch)
 }
 
 void Stack::backward(const StepContext& step) const {
+  step.weights.forget_decoded();  // the head has taken their memory
   for (int64_t l = num_blocks(); l-- > first_backward_;) {
     step.before_backward(unit(l));
     offload_.before_backward(step.device, l);
@@ -109,6 +111,7 @@ void Stack::backward_block(const StepContext& step, int64_t l, bool quantize) co
   if (reruns_) forward_block(step, l, /*wants_branch=*/false);  // the blocks above have read it
   const auto& attention = block(l).attention;
   std::visit([&](const auto& ffn) { ffn.backward(step, stream_, attention.reads_fp8_gradient()); }, block(l).ffn);
+  step.weights.forget_decoded();  // attention takes their memory
   attention.backward(step, stream_, quantize);
 }
 
