@@ -247,11 +247,9 @@ struct PrecisionConfig {
           "Inputs of the linear layers in the blocks: compute (as `compute`), fp8_tensor (one scale per tensor) or "
           "fp8_block (1x128 activations, 128x128 weights)",
           kHashed | kStepTime);
-    visit(
-        "forward_format", forward_format,
-        "Codes of inputs and weights in the FP8 products of forward: e4m3, or int8 in rows that Hadamard matrices "
-        "have rotated, for models that E4M3 harms; the head, experts and all of backward stay in FP8",
-        one_of(DType::kE4M3, DType::kI8), kHashed | kStepTime);
+    visit("forward_format", forward_format,
+          "Codes that linear layers with FP8 GEMMs multiply in forward: e4m3, or int8, for published models",
+          one_of(DType::kE4M3, DType::kI8), kHashed | kStepTime);
     visit("backward_format", backward_format, "FP8 format of output gradients", one_of(DType::kE4M3, DType::kE5M2),
           kHashed | kStepTime);
     visit("norm_input", norm_input,

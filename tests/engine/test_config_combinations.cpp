@@ -190,6 +190,20 @@ TEST_CASE("combinations that cannot work are refused", "[engine][config]") {
          c.precision.tower = Storage::kFp8;
        },
        "precision.tower model.vision.tower"},
+      {[](Config& c) { c.precision.forward_format = DType::kI8; }, "precision.forward_format precision.gemm"},
+      {[](Config& c) {
+         apply_recipe(Recipe::kCoat, c);
+         c.precision.forward_format = DType::kI8;
+         c.precision.compute = DType::kF32;
+         c.optimizer.master = MasterForm::kNone;
+       },
+       "precision.forward_format precision.compute"},
+      {[](Config& c) {
+         apply_recipe(Recipe::kCoat, c);
+         c.precision.forward_format = DType::kI8;
+         c.distributed.zero_stage = 3;
+       },
+       "precision.forward_format distributed.zero_stage"},
       {[](Config& c) { c.precision.compute = DType::kF32; }, "optimizer.master precision.compute"},
       {[](Config& c) { c.optimizer.master = MasterForm::kNone; }, "optimizer.master precision.compute"},
       {[](Config& c) {
