@@ -39,13 +39,21 @@ def spoil(name, rows):
             row[0] = 0.0
 
 
+def spoil_one_scale(name, rows):
+    """The same row of up is large, and its gate is shut: one scale for a weight leaves the others no codes, a scale for each row does."""
+    if re.search(r"layers\.0\.mlp\.up_proj\.weight$", name):
+        rows[0] = array.array("f", [1e6] * len(rows[0]))
+    if re.search(r"layers\.0\.mlp\.gate_proj\.weight$", name):
+        rows[0] = array.array("f", [0.0] * len(rows[0]))
+
+
 class Unquantized(RunFolder):
     def run_ok(self, *arguments):
         result = parka(*arguments)
         self.assertEqual(result.returncode, 0, result.stderr)
         return result.stdout, result.stderr
 
-    def import_trained(self, family="llama", **model):
+    def import_trained(self, family="llama", edit=spoil, **model):
         """A model that knows which token follows which, with an outlier in the up projection of block 0."""
         for seed, name in enumerate(("a", "b", "held_out")):
             draw = random.Random(seed)
@@ -61,7 +69,7 @@ class Unquantized(RunFolder):
         self.write_config(config, "bf16.json")
         self.run_ok("train", self.path("bf16.json"))
         self.run_ok("export", self.path("run"), "--out", self.path("out"), "--dtype", "fp32", "--family", family)
-        edit_weights(self.path("out/model.safetensors"), spoil)
+        edit_weights(self.path("out/model.safetensors"), edit)
         self.run_ok("import", self.path("out"), "--out", self.path("model"))
         config["precision"] = {"recipe": "fp8_linear"}
         config["checkpoint"] = {"folder": self.path("fp8"), "init_from": self.path("model")}
@@ -84,14 +92,29 @@ class Unquantized(RunFolder):
 
         out, _ = self.run_ok("tune-precision", self.path("fp8.json"), "--rise", "1%", "--write", self.path("tuned.json"))
         with open(self.path("tuned.json"), encoding="utf-8") as file:
-            names = json.load(file)["precision"]["unquantized"]
+            precision = json.load(file)["precision"]
+        names = precision["unquantized"]
         self.assertIn("blocks.0.down.forward", names)  # which reads what the row makes
+        self.assertNotIn("forward_format", precision)  # which that row harms more
         self.assertLess(len(names), 8)
         tuned = self.loss("precision.recipe=fp8_linear", f"precision.unquantized={json.dumps(names)}")
         self.assertLess(tuned - plain, 0.01)
         self.assertIn(f"{tuned:.5f}", out)
         quiet = self.run_ok("train", self.path("tuned.json"), "--set", f"checkpoint.folder={self.path('tuned')}")[1]
         self.assertNotIn("tune-precision", quiet)
+
+    def test_int8_in_forward_is_tried_before_anything_leaves_fp8(self):
+        self.import_trained(edit=spoil_one_scale)
+        plain, fp8 = self.loss("precision.recipe=bf16"), self.loss("precision.recipe=fp8_linear")
+        self.assertGreater(fp8 - plain, 0.01)
+        out, _ = self.run_ok("tune-precision", self.path("fp8.json"), "--rise", "0.5%", "--write", self.path("tuned.json"))
+        with open(self.path("tuned.json"), encoding="utf-8") as file:
+            precision = json.load(file)["precision"]
+        self.assertEqual(precision, {"recipe": "fp8_linear", "forward_format": "int8"})
+        int8 = self.loss("precision.recipe=fp8_linear", "precision.forward_format=int8")
+        self.assertLess(abs(int8 - plain), 0.005)
+        self.assertIn(f"{int8:.5f}", out)
+        self.run_ok("train", self.path("tuned.json"), "--set", f"checkpoint.folder={self.path('tuned')}")
 
     def test_what_cannot_leave_fp8_counts_as_its_cost(self):
         """Experts stay in FP8: the loss without FP8 is not that of all else in bf16."""
