@@ -116,14 +116,6 @@ struct Int8Product {
 
 #if PARKA_SM90_CODE
 
-__device__ inline void fence_operand(int (&c)[32][4]) {
-#pragma unroll
-  for (int n = 0; n < 32; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) asm volatile("" : "+r"(c[n][e])::"memory");
-  }
-}
-
 // The order has tiles of half as many columns, for kernels whose tiles have as many of another half beside them.
 __device__ inline int first_column(TileOrder::Place place) { return 2 * place.col; }
 
@@ -145,57 +137,18 @@ __device__ __forceinline__ void copy_int8_tiles(const Int8Product& p, uint32_t s
   });
 }
 
-// Half of a consumer's sums, times the scales of its rows and columns.
-__device__ __forceinline__ HalfTile scaled_half(const int (&c)[32][4], const Int8Product& p, int row, int col,
-                                                int half) {
-  HalfTile tile;
-  const float scale_a = __ldg(p.scale_a + min(row + half * 8, p.rows - 1));
-#pragma unroll
-  for (int n = 0; n < 32; ++n) {
+// Multiplies sums by the scales of their rows and columns. `row` and `col` are those of this thread's first sum.
+struct Scales {
+  const Int8Product& p;
+  int row, col;
+  __device__ __forceinline__ float2 operator()(const int (&x)[4], int n, int half) const {
+    const float scale_a = __ldg(p.scale_a + min(row + half * 8, p.rows - 1));
     const float2 scale_b = __ldg(reinterpret_cast<const float2*>(p.scale_b + min(col + n * 8, p.cols - 2)));
-    const float low = __int2float_rn(c[n][2 * half]), high = __int2float_rn(c[n][2 * half + 1]);
-    tile.word[n] =
-        pack_bf16(__fmul_rn(__fmul_rn(low, scale_a), scale_b.x), __fmul_rn(__fmul_rn(high, scale_a), scale_b.y));
+    const float low = __int2float_rn(x[2 * half]), high = __int2float_rn(x[2 * half + 1]);
+    return make_float2(__fmul_rn(__fmul_rn(low, scale_a), scale_b.x),
+                       __fmul_rn(__fmul_rn(high, scale_a), scale_b.y));
   }
-  return tile;
-}
-
-// By all threads of a consumer.
-__device__ __forceinline__ void multiply_int8_tiles(const Int8Product& p, int consumer, uint32_t shared,
-                                                    const Ring& ring, const OutTile& out) {
-  const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
-  const int warp = static_cast<int>(threadIdx.x) / kWarpSize % kWarpsOfGroup;
-  int c[32][4] = {};
-  unsigned slot = 0, halves = 0;  // steps read so far; halves left so far
-  HalfTile held = {};
-  const auto leave = [&](const HalfTile& half) {
-    out.wait_empty(halves++);
-    half.store(consumer, shared);
-    OutTile::arrive(out.full);
-  };
-  for_each_tile(p.order, [&](TileOrder::Place place, unsigned) {
-    for (int step = 0; step < p.steps; ++step, ++slot) {
-      const uint32_t a = shared + Ring::place(slot) * kStageBytes;
-      ring.wait_full(slot);
-      wgmma_fence();
-      start_int8_product(c, a + consumer * kConsumerRows * kBlockRowBytes, a + kBytesA, step > 0);
-      wgmma_commit_group();
-      if (step > 0) {
-        wgmma_wait_group<1>();
-        ring.release(slot - 1);
-      }
-      if (step == p.steps / 2 && halves > 0) leave(held);
-    }
-    wgmma_wait_group<0>();
-    fence_operand(c);
-    ring.release(slot - 1);
-    const int row = place.row + consumer * kConsumerRows + warp * 16 + lane / 4;
-    const int col = first_column(place) + lane % 4 * 2;
-    leave(scaled_half(c, p, row, col, 0));
-    held = scaled_half(c, p, row, col, 1);
-  });
-  if (halves > 0) leave(held);
-}
+};
 
 // By all finishers.
 __device__ __forceinline__ void store_tiles(const Int8Product& p, uint32_t shared, const OutTile& out) {
@@ -229,7 +182,16 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterBlocks, 
   const OutTile out(shared);
   run_roles(
       ring, out, [] {}, [&] { copy_int8_tiles(product, shared, ring); },
-      [&](int consumer) { multiply_int8_tiles(product, consumer, shared, ring, out); },
+      [&](int consumer) {
+        const int lane = static_cast<int>(threadIdx.x) % kWarpSize;
+        const int warp = static_cast<int>(threadIdx.x) / kWarpSize % kWarpsOfGroup;
+        const int row = consumer * kConsumerRows + warp * 16 + lane / 4, col = lane % 4 * 2;
+        multiply_tiles<int8_t, false>(consumer, product.steps, shared, ring, out, [&](const auto& f) {
+          for_each_tile(product.order, [&](TileOrder::Place place, unsigned) {
+            f(Scales{product, place.row + row, first_column(place) + col});
+          });
+        });
+      },
       [&] { store_tiles(product, shared, out); });
 #endif
 }

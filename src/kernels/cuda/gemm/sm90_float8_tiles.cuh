@@ -177,16 +177,26 @@ __device__ __forceinline__ void copy_tiles(const Product& product, uint32_t shar
   });
 }
 
+// Multiplies sums by one number.
+struct Factor {
+  float factor;
+  template <typename Sum>
+  __device__ __forceinline__ float2 operator()(const Sum (&x)[4], int, int half) const {
+    return make_float2(__fmul_rn(x[2 * half], factor), __fmul_rn(x[2 * half + 1], factor));
+  }
+};
+
 // This consumer's part of half a tile: of a warp's 16 rows eight, in the layout of wgmma's accumulators.
 struct HalfTile {
   uint32_t word[32];  // two adjacent columns of every eight
 
-  HalfTile() = default;
-  // Holds `c`, times `factor`.
-  __device__ __forceinline__ HalfTile(const float (&c)[1][32][4], float factor, int half) {
+  // Holds what scaled(sums, n, half) makes of two sums of `c`.
+  template <typename Sum, typename Scaled>
+  __device__ __forceinline__ HalfTile(const Sum (&c)[1][32][4], const Scaled& scaled, int half) {
 #pragma unroll
     for (int n = 0; n < 32; ++n) {
-      word[n] = pack_bf16(__fmul_rn(c[0][n][2 * half], factor), __fmul_rn(c[0][n][2 * half + 1], factor));
+      const float2 x = scaled(c[0][n], n, half);
+      word[n] = pack_bf16(x.x, x.y);
     }
   }
   __device__ __forceinline__ void store(int consumer, uint32_t shared) const {
@@ -201,20 +211,21 @@ struct HalfTile {
   }
 };
 
-// By all threads of a consumer: for_each_factor(f) calls f for each tile of this block, with what its numbers are
-// multiplied by. `a` has elements of T, which are codes or bf16; kSummedB: rows of b's tiles are summed over.
-template <typename T, bool kSummedB, typename ForEachFactor>
+// By all threads of a consumer: for_each_scaling(f) calls f for each tile of this block, with what makes numbers
+// of its sums, as Factor does. `a` has elements of T, which are codes or bf16; kSummedB: rows of b's tiles are
+// summed over.
+template <typename T, bool kSummedB, typename ForEachScaling>
 __device__ __forceinline__ void multiply_tiles(int consumer, int steps, uint32_t shared, const Ring& ring,
-                                               const OutTile& out, const ForEachFactor& for_each_factor) {
-  float c[1][32][4] = {};
+                                               const OutTile& out, const ForEachScaling& for_each_scaling) {
+  SumOf<T> c[1][32][4] = {};
   unsigned slot = 0, halves = 0;  // steps read so far; halves left so far
-  HalfTile held(c, 1.0f, 1);
+  HalfTile held(c, Factor{1.0f}, 1);
   const auto leave = [&](const HalfTile& half) {
     out.wait_empty(halves++);
     half.store(consumer, shared);
     OutTile::arrive(out.full);
   };
-  for_each_factor([&](float factor) {
+  for_each_scaling([&](const auto& scaled) {
     for (int step = 0; step < steps; ++step, ++slot) {
       const uint32_t a = shared + Ring::place(slot) * kStageBytes;
       ring.wait_full(slot);
@@ -231,8 +242,8 @@ __device__ __forceinline__ void multiply_tiles(int consumer, int steps, uint32_t
     wgmma_wait_group<0>();
     fence_operand(c);
     ring.release(slot - 1);
-    leave(HalfTile(c, factor, 0));
-    held = HalfTile(c, factor, 1);
+    leave(HalfTile(c, scaled, 0));
+    held = HalfTile(c, scaled, 1);
   });
   if (halves > 0) leave(held);
 }
@@ -304,7 +315,7 @@ __device__ __forceinline__ void run_product(const Product& product, unsigned cha
   const auto multiply = [&](int consumer) {
     const float factor = __fmul_rn(*product.scale_a, *product.scale_b);
     multiply_tiles<Float8E4M3, false>(consumer, product.steps, shared, ring, out, [&](const auto& f) {
-      for_each_tile(product.order, [&](TileOrder::Place, unsigned) { f(factor); });
+      for_each_tile(product.order, [&](TileOrder::Place, unsigned) { f(Factor{factor}); });
     });
   };
   run_roles(

@@ -257,7 +257,7 @@ __global__ void __launch_bounds__(kThreads, 1) __cluster_dims__(kClusterBlocks, 
       [&](int consumer) {
         multiply_tiles<T, kSummedB>(consumer, product.steps, shared, ring, out, [&](const auto& f) {
           for_each_rows_tile(product, first, [&](const RowsTile& tile, unsigned) {
-            f(product_of_scales(product.scale_a, product.scale_b, tile.expert));
+            f(Factor{product_of_scales(product.scale_a, product.scale_b, tile.expert)});
           });
         });
       },

@@ -1,5 +1,6 @@
 #pragma once
 #include <cstdint>
+#include <type_traits>
 
 #include <cuda.h>
 
@@ -117,12 +118,18 @@ template <int kPending>
 __device__ inline void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;\n" ::"n"(kPending) : "memory");
 }
-template <int kN>
-__device__ inline void fence_operand(float (&c)[1][kN][4]) {
+template <typename Sum, int kN>
+__device__ inline void fence_operand(Sum (&c)[1][kN][4]) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) asm volatile("" : "+f"(c[0][n][e])::"memory");
+    for (int e = 0; e < 4; ++e) {
+      if constexpr (std::is_same_v<Sum, int>) {
+        asm volatile("" : "+r"(c[0][n][e])::"memory");
+      } else {
+        asm volatile("" : "+f"(c[0][n][e])::"memory");
+      }
+    }
   }
 }
 

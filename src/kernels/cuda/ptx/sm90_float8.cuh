@@ -44,9 +44,10 @@ __device__ inline void wait_copies_out() {
   asm volatile("cp.async.bulk.wait_group.read %0;\n" ::"n"(kPending) : "memory");
 }
 
-#define PARKA_C4(n) "+f"(c[0][n][0]), "+f"(c[0][n][1]), "+f"(c[0][n][2]), "+f"(c[0][n][3])
-#define PARKA_C16(n) PARKA_C4(n), PARKA_C4(n + 1), PARKA_C4(n + 2), PARKA_C4(n + 3)
-#define PARKA_C64(n) PARKA_C16(n), PARKA_C16(n + 4), PARKA_C16(n + 8), PARKA_C16(n + 12)
+#define PARKA_C4(kind, n) kind(c[0][n][0]), kind(c[0][n][1]), kind(c[0][n][2]), kind(c[0][n][3])
+#define PARKA_C16(kind, n) PARKA_C4(kind, n), PARKA_C4(kind, n + 1), PARKA_C4(kind, n + 2), PARKA_C4(kind, n + 3)
+#define PARKA_C64(kind, n) \
+  PARKA_C16(kind, n), PARKA_C16(kind, n + 4), PARKA_C16(kind, n + 8), PARKA_C16(kind, n + 12)
 #define PARKA_R64                                                                    \
   "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, "           \
   "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31, " \
@@ -62,51 +63,46 @@ __device__ inline void wait_copies_out() {
   asm volatile(                                                                                                   \
       "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %66, 0;\n"                                              \
       "wgmma.mma_async.sync.aligned.m64n128" types " {" PARKA_R64 "}, %64, %65, accumulate, 1, 1" majors ";\n}\n" \
-      : PARKA_C64(0)                                                                                              \
+      : PARKA_C64("+f", 0)                                                                                        \
       : "l"(a), "l"(b), "r"(int{accumulate}))
-#define PARKA_WGMMA_256(types, majors)                                                                      \
-  asm volatile(                                                                                             \
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %130, 0;\n"                                       \
-      "wgmma.mma_async.sync.aligned.m64n256" types " {" PARKA_R128 "}, %128, %129, accumulate, 1, 1" majors \
-      ";\n}\n"                                                                                              \
-      : PARKA_C64(0), PARKA_C64(16)                                                                         \
+// `rest`: the factors of A and B, which products of integers do not have, and majors.
+#define PARKA_WGMMA_256(kind, types, rest)                                                                   \
+  asm volatile(                                                                                              \
+      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %130, 0;\n"                                        \
+      "wgmma.mma_async.sync.aligned.m64n256" types " {" PARKA_R128 "}, %128, %129, accumulate" rest ";\n}\n" \
+      : PARKA_C64(kind, 0), PARKA_C64(kind, 16)                                                              \
       : "l"(a), "l"(b), "r"(int{accumulate}))
 
+// The numbers that products of T are summed in.
+template <typename T>
+using SumOf = std::conditional_t<std::is_same_v<T, int8_t>, int, float>;
+
 // c = A B^T, or with `accumulate` c += A B^T, for 64 rows of A and 8 kN of B, 128 or 256. A has elements of T, and
-// B of E4M3 where those are codes. kSummedA, kSummedB: rows of the tile are summed over (operand_descriptor). The
-// tensor cores' accumulator keeps about 14 bits of a sum of codes (ops/gemm/gemm.h).
+// B of E4M3 where those are codes of FP8, or of INT8 where A has. kSummedA, kSummedB: rows of the tile are summed
+// over (operand_descriptor). The tensor cores' accumulator keeps about 14 bits of a sum of codes (ops/gemm/gemm.h).
 template <typename T, bool kSummedA, bool kSummedB, int kN>
-__device__ inline void wgmma_wide_step(float (&c)[1][kN][4], uint64_t a, uint64_t b, bool accumulate) {
+__device__ inline void wgmma_wide_step(SumOf<T> (&c)[1][kN][4], uint64_t a, uint64_t b, bool accumulate) {
   constexpr bool kBF16 = std::is_same_v<T, BFloat16>, kE4M3 = std::is_same_v<T, Float8E4M3>, kWide = kN == 32;
   static_assert((kN == 16 || kN == 32) && (kBF16 || !(kSummedA || kSummedB)));
-  if constexpr (kWide && kE4M3) {
-    PARKA_WGMMA_256("k32.f32.e4m3.e4m3", "");
+  if constexpr (std::is_same_v<T, int8_t>) {
+    static_assert(kWide);
+    PARKA_WGMMA_256("+r", "k32.s32.s8.s8", "");
+  } else if constexpr (kWide && kE4M3) {
+    PARKA_WGMMA_256("+f", "k32.f32.e4m3.e4m3", ", 1, 1");
   } else if constexpr (kWide && !kBF16) {
-    PARKA_WGMMA_256("k32.f32.e5m2.e4m3", "");
+    PARKA_WGMMA_256("+f", "k32.f32.e5m2.e4m3", ", 1, 1");
   } else if constexpr (kE4M3) {
     PARKA_WGMMA_128("k32.f32.e4m3.e4m3", "");
   } else if constexpr (!kBF16) {
     PARKA_WGMMA_128("k32.f32.e5m2.e4m3", "");
   } else if constexpr (kWide && !kSummedA && !kSummedB) {
-    PARKA_WGMMA_256("k16.f32.bf16.bf16", ", 0, 0");
+    PARKA_WGMMA_256("+f", "k16.f32.bf16.bf16", ", 1, 1, 0, 0");
   } else if constexpr (kWide && !kSummedA) {
-    PARKA_WGMMA_256("k16.f32.bf16.bf16", ", 0, 1");
+    PARKA_WGMMA_256("+f", "k16.f32.bf16.bf16", ", 1, 1, 0, 1");
   } else {
     static_assert(!kWide && kSummedA && kSummedB);
     PARKA_WGMMA_128("k16.f32.bf16.bf16", ", 1, 1");
   }
-}
-
-#undef PARKA_C4
-#define PARKA_C4(n) "+r"(c[n][0]), "+r"(c[n][1]), "+r"(c[n][2]), "+r"(c[n][3])
-
-// The same of 256 rows of B, in INT8, in sums of 32 bits.
-__device__ inline void wgmma_int8_step(int (&c)[32][4], uint64_t a, uint64_t b, bool accumulate) {
-  asm volatile(
-      "{\n.reg .pred accumulate;\nsetp.ne.b32 accumulate, %130, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n256k32.s32.s8.s8 {" PARKA_R128 "}, %128, %129, accumulate;\n}\n"
-      : PARKA_C64(0), PARKA_C64(16)
-      : "l"(a), "l"(b), "r"(int{accumulate}));
 }
 
 #undef PARKA_C4
@@ -119,7 +115,8 @@ __device__ inline void wgmma_int8_step(int (&c)[32][4], uint64_t a, uint64_t b, 
 
 // Starts that for a step of the summed axis: kCodesDepth bytes of rows, or 64 rows in blocks of as many.
 template <typename T, bool kSummedA = false, bool kSummedB = false, int kN>
-__device__ inline void start_wide_product(float (&c)[1][kN][4], uint32_t a_tile, uint32_t b_tile, bool accumulate) {
+__device__ inline void start_wide_product(SumOf<T> (&c)[1][kN][4], uint32_t a_tile, uint32_t b_tile,
+                                          bool accumulate) {
   constexpr uint32_t kBlockBytes = kBlockColumns * kBlockRowBytes, kSummedStep = 16 * kBlockRowBytes;
   const uint64_t a = operand_descriptor<kSummedA>(a_tile, kBlockBytes);
   const uint64_t b = operand_descriptor<kSummedB>(b_tile, kBlockBytes);
@@ -127,17 +124,6 @@ __device__ inline void start_wide_product(float (&c)[1][kN][4], uint32_t a_tile,
   for (int k = 0; k < kCodesDepth / kCodesStep; ++k) {
     wgmma_wide_step<T, kSummedA, kSummedB>(c, a + k * (kSummedA ? kSummedStep : kCodesStep) / 16,
                                            b + k * (kSummedB ? kSummedStep : kCodesStep) / 16, accumulate || k > 0);
-  }
-}
-
-// The same in INT8.
-__device__ inline void start_int8_product(int (&c)[32][4], uint32_t a_tile, uint32_t b_tile, bool accumulate) {
-  constexpr uint32_t kBlockBytes = kBlockColumns * kBlockRowBytes;
-  const uint64_t a = operand_descriptor<false>(a_tile, kBlockBytes);
-  const uint64_t b = operand_descriptor<false>(b_tile, kBlockBytes);
-#pragma unroll
-  for (int k = 0; k < kCodesDepth / kCodesStep; ++k) {
-    wgmma_int8_step(c, a + k * kCodesStep / 16, b + k * kCodesStep / 16, accumulate || k > 0);
   }
 }
 
