@@ -21,10 +21,18 @@ int64_t num_matrices(const ParameterInfo& p) {
   return p.role == ParameterRole::kExperts ? static_cast<int64_t>(p.fused_rows.size()) : 1;
 }
 
+// The phases in which weights are decoded: those in 4 bits for every GEMM, FP8 codes for evaluation in bf16 alone.
+// A weight that a block decodes when it runs again stays until the second branch has gone backward.
+PhaseMask decoding_phases(bool any_4bit, bool runs_again) {
+  if (!any_4bit) return kEvaluation;
+  const PhaseMask again = runs_again ? kRerun | kBackwardSwiglu | kBackwardNorm : PhaseMask{0};
+  return kEvaluation | kBlockForward | kBackwardLinear | again;
+}
+
 }  // namespace
 
-CodedWeights::CodedWeights(const std::vector<ParameterInfo>& parameters, DType compute, PhaseMask buffer_phases,
-                           bool has_two_buffers, MemoryPlan& plan)
+CodedWeights::CodedWeights(const std::vector<ParameterInfo>& parameters, DType compute, bool runs_again,
+                           MemoryPlan& plan)
     : parameters_(parameters), ids_(parameters.size()) {
   constexpr const char* kCategory = "coded weights";
   std::array<int64_t, kNumBuffers> largest = {};
@@ -35,7 +43,7 @@ CodedWeights::CodedWeights(const std::vector<ParameterInfo>& parameters, DType c
     if (!p.is_coded()) continue;
     in_unit = p.unit == unit ? in_unit + 1 : 0;
     unit = p.unit;
-    ids_[i].buffer = has_two_buffers ? in_unit % kNumBuffers : 0;
+    ids_[i].buffer = runs_again ? in_unit % kNumBuffers : 0;
     int64_t& of_buffer = largest[static_cast<size_t>(ids_[i].buffer)];
     of_buffer = std::max(of_buffer, p.numel());
     if (!is_4bit(p.base)) continue;
@@ -47,6 +55,7 @@ CodedWeights::CodedWeights(const std::vector<ParameterInfo>& parameters, DType c
                                      {matrices * ceil_div(blocks / matrices, kNestedBlock)});
     ids_[i].offset = plan.add(kCategory, p.name + ".offset", DType::kF32, {matrices});
   }
+  const PhaseMask buffer_phases = decoding_phases(largest_4bit > 0, runs_again);
   for (size_t b = 0; b < kNumBuffers; ++b) {
     const std::string name = b == 0 ? "decoded_weight" : "decoded_weight2";
     if (largest[b] > 0) buffer_ids_[b] = plan.add("workspace", name, compute, {largest[b]}, buffer_phases);

@@ -33,9 +33,9 @@ struct CodeTensor {
 // of its own, and a multiple of 64 elements.
 class CodedWeights {
  public:
-  // Declares category "coded weights", and the buffers ("workspace"), alive in `buffer_phases`, if any is coded.
-  CodedWeights(const std::vector<ParameterInfo>& parameters, DType compute, PhaseMask buffer_phases,
-               bool has_two_buffers, MemoryPlan& plan);
+  // Declares category "coded weights", and the buffer ("workspace"), if any is coded. There are two buffers if
+  // backward `runs_again` forward of blocks.
+  CodedWeights(const std::vector<ParameterInfo>& parameters, DType compute, bool runs_again, MemoryPlan& plan);
   void bind(const Arena& arena);
 
   // The first elements of its buffer, as a matrix of the weight's shape, to be written.

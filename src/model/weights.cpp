@@ -23,16 +23,6 @@ bool runs_blocks_again(const ParameterTable& table, const KeptCopies& copies, We
   return use == WeightUse::kBackwardWithForward && copies.first_backward_unit < table.head_unit();
 }
 
-// Codes in 4 bits are decoded for every GEMM, FP8 codes for evaluation in bf16 alone. What is decoded when a block
-// runs again stays until the second branch has gone backward.
-PhaseMask coded_buffer_phases(const std::vector<ParameterInfo>& parameters, bool reruns) {
-  const bool any_4bit =
-      std::any_of(parameters.begin(), parameters.end(), [](const ParameterInfo& p) { return is_4bit(p.base); });
-  if (!any_4bit) return kEvaluation;
-  return kEvaluation | kBlockForward | kBackwardLinear |
-         (reruns ? kRerun | kBackwardSwiglu | kBackwardNorm : PhaseMask{0});
-}
-
 }  // namespace
 
 TensorView matrix_of(const TensorView& t, int64_t e, int64_t n) {
@@ -78,9 +68,7 @@ ModelWeights::ModelWeights(const ParameterTable& table, const Formats& formats, 
           std::ranges::any_of(table.all, [](const auto& p) { return p.placement.states.size > 1; })),
       copies_kept_(copies),
       use_(use),
-      coded_(table.all, formats.compute.dtype,
-             coded_buffer_phases(table.all, runs_blocks_again(table, copies, use)),
-             runs_blocks_again(table, copies, use), plan),
+      coded_(table.all, formats.compute.dtype, runs_blocks_again(table, copies, use), plan),
       fp8_head_(formats.fp8_head && table.all[static_cast<size_t>(table.head)].quantized ? table.head : -1),
       gathers_transposed_(gathers_transposed(table, formats, copies.copies, use)),
       gathered_unit_(static_cast<size_t>(table.num_units()), false) {
