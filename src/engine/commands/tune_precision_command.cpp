@@ -193,15 +193,13 @@ class Tuning {
   std::vector<Choice> choices_;
 };
 
-// With INT8 products in forward, where a run can have them; else the config as it is.
-Config with_int8(Config config, const Device& device) {
+// True if a run with this config may have INT8 products where it has those of E4M3 in forward.
+bool may_have_int8(const Config& config, const Device& device) {
+  if (config.precision.gemm == GemmPrecision::kCompute || config.distributed.zero_stage == 3) return false;
   const ParameterTable table = make_parameter_table(config.model, false, config.parameter_rules());
-  const auto may_be_int8 = [](const ParameterInfo& p) { return p.quantized_forward && has_own_forward(p); };
-  const bool any = config.precision.gemm != GemmPrecision::kCompute && std::ranges::any_of(table.all, may_be_int8);
-  if (any && config.distributed.zero_stage < 3 && device.has_int8_products()) {
-    config.precision.forward_format = DType::kI8;
-  }
-  return config;
+  return device.has_int8_products() && std::ranges::any_of(table.all, [](const ParameterInfo& p) {
+           return p.quantized_forward && has_own_forward(p);
+         });
 }
 
 double percent(double loss, double plain) { return 100 * std::expm1(loss - plain); }
@@ -247,16 +245,13 @@ int run_tune_precision(const TunePrecisionOptions& options) {
   fmt::print("loss {:.5f} without FP8, {:.5f} with all of it: perplexity {:+.2f} %\n", plain, reached,
              percent(reached, plain));
   Config start = config;
-  // It costs little time, so nothing leaves FP8 for what this mends.
-  if (reached > most) start = with_int8(config, *device);
-  if (start.precision.forward_format != config.precision.forward_format) {
+  // INT8 costs little time, so nothing leaves FP8 for what it mends.
+  if (reached > most && may_have_int8(config, *device)) {
+    start.precision.forward_format = DType::kI8;
     const double int8 = losses.of(start.precision, options.sequences);
     fmt::print("loss {:.5f} with forward's products in int8: perplexity {:+.2f} %\n", int8, percent(int8, plain));
-    if (int8 < reached) {
-      reached = int8;
-    } else {
-      start = config;
-    }
+    if (int8 >= reached) start = config;
+    reached = std::min(reached, int8);
   }
   Tuning tuning(options, start, losses);
   if (reached > most) {

@@ -233,11 +233,10 @@ void check_size(const Config& c) {
   const auto reads_both = [](const ParameterInfo& p) { return p.quantized && !p.quantized_forward; };
   if (c.distributed.zero_stage == 3 && c.precision.gemm != GemmPrecision::kCompute &&
       std::ranges::any_of(table.all, reads_both)) {
-    const bool is_int8 = c.precision.forward_format == DType::kI8;
     throw_bad_input(
-        "{} of forward alone needs bf16 weights, and distributed.zero_stage = 3 gathers FP8 codes; {}use zero_stage = 2",
-        is_int8 ? "precision.forward_format: a product in int8" : "precision.unquantized: a product",
-        is_int8 ? "" : "name the weight without .forward, or ");
+        "precision.{}: products of forward alone need bf16 weights, and distributed.zero_stage = 3 gathers FP8 codes; "
+        "leave it out, or use zero_stage = 2",
+        c.precision.forward_format == DType::kI8 ? "forward_format = int8" : "unquantized with .forward");
   }
   const auto length = static_cast<double>(c.data.sequence_length);
   const double tokens = static_cast<double>(c.training.micro_batch_size) * length;
