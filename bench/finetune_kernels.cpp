@@ -108,7 +108,6 @@ void bench_adapters(Bench& bench, const ModelShape& m) {
   }
 }
 
-// The largest tensor of a block in NF4, with scales in fp32 and in 8 bits.
 // Products of forward in INT8, beside those that gemm() does in E4M3, and what makes their inputs.
 void bench_int8(Bench& bench, const ModelShape& m) {
   const auto rows = [](Tensors& t, int64_t count, int64_t cols) {
@@ -143,6 +142,7 @@ void bench_int8(Bench& bench, const ModelShape& m) {
   }
 }
 
+// The largest tensor of a block in NF4, with scales in fp32 and in 8 bits.
 void bench_4bit(Bench& bench, const ModelShape& m) {
   const int64_t N = 2 * m.f * m.d, blocks = ceil_div(N, Dequantize4Bit().block_size);
   const auto codes = [&](Tensors& t) { return t.make(DType::kU8, {ceil_div(N, 2)}); };

@@ -17,7 +17,7 @@ struct Format {
 // The format of weights and activations in FP8.
 inline constexpr DType kForwardFormat = DType::kE4M3;
 
-// That of rows of `cols` in INT8 (kernels/ops/gemm/int8.h).
+// The format of rows of `cols` in INT8 (kernels/ops/gemm/int8.h).
 inline Format int8_rows(int64_t cols) { return {DType::kI8, Scaling::kGroup, cols, DType::kF32}; }
 
 // The format of every kind of tensor under a precision config. docs/precision.md says why each is what it is.

@@ -26,8 +26,8 @@ class ExpertAdapters {
   struct Experts {
     TensorView offsets, counts;  // of SortByExpert
   };
-  // x [R, K], out [R, N] or empty: adds to it, as input_gradient() does to d_x. That also makes the gradients of B,
-  // and weight_gradient(), which follows, those of A.
+  // forward() adds to out [R, N], or without it makes again what backward reads of x [R, K]. input_gradient() adds
+  // to d_x and makes the gradients of B, and weight_gradient(), which follows, makes those of A.
   void forward(const StepContext& step, const Experts& experts, const TensorView& x, const TensorView& out) const;
   void input_gradient(const StepContext& step, const Experts& experts, const TensorView& d_out,
                       const TensorView& d_x) const;

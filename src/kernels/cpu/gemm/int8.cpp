@@ -1,7 +1,6 @@
 #include "kernels/ops/gemm/int8.h"
 
 #include <algorithm>
-#include <bit>
 #include <cmath>
 #include <limits>
 #include <vector>

@@ -17,7 +17,7 @@ int64_t rotation_width(int64_t cols);
 // Sums of as many products of two codes fit 32 bits.
 inline constexpr int64_t kMostInt8Terms = int64_t{1} << 17;
 
-// Of each row, in fp32, with W = rotation_width(K):
+// Each row is made in fp32, with W = rotation_width(K):
 //   h = W numbers after the other, times the Hadamard matrix of Sylvester's form and 1 / sqrt(W) rounded to fp32.
 //       Sums are made in steps of 1, 2, 4... columns: of a pair x and y at that distance x + y, and x - y
 //   absmax = max |h|; scale = absmax / 127; code = h * (127 / absmax), rounded to nearest, ties to even
