@@ -1,6 +1,7 @@
 #include "bench/kernel_bench.h"
 
-// The ops that bring tokens to experts and back, at the shapes of OLMoE and Qwen3-30B-A3B.
+// The ops that bring tokens to experts and back, at the shapes of OLMoE, Qwen3-30B-A3B and the mixture of `parka
+// config new`.
 namespace parka::bench {
 namespace {
 
@@ -112,7 +113,9 @@ void bench_rows(Device& device, Bench& bench, const RouterShape& s) {
 }  // namespace
 
 void bench_moe(Device& device, Bench& bench) {
-  for (const RouterShape& s : {RouterShape{"OLMoE", 16384, 2048, 64, 8}, {"Qwen3-30B-A3B", 16384, 2048, 128, 8}}) {
+  for (const RouterShape& s : {RouterShape{"OLMoE", 16384, 2048, 64, 8},
+                               {"Qwen3-30B-A3B", 16384, 2048, 128, 8},
+                               {"150m", 65536, 768, 32, 8}}) {
     bench_router(device, bench, s);
     bench_rows(device, bench, s);
   }

@@ -192,60 +192,86 @@ __device__ inline void transpose_bytes(uint32_t (&x)[4]) {
 
 constexpr int kColumnThreads = 1024;
 constexpr int kRowsOfThread = 16;
+constexpr int kColumnsOfBlock = 8;
 
 // Where a token is in shared memory. Threads beside each other have rows 16 apart, and the rows of an expert that
 // most tokens choose are tokens 16 apart: without the gaps they would all be in one bank.
 __host__ __device__ constexpr int64_t place_of_token(int64_t t) { return t + t / kRowsOfThread; }
 
-// A block has 4 kWords columns of x, rows of x_t. They are put into shared memory token by token, so that one read
-// gives all numbers of a row; T is a multiple of 4, R of 16, and all tensors are aligned to 16 bytes.
-template <int kWords>
+constexpr int64_t bytes_of_tokens(int64_t t) { return (place_of_token(t) + 1) * kColumnsOfBlock; }
+
+// A block has eight columns of x, rows of x_t, and the tokens of a piece. They are put into shared memory token by
+// token, so that one read gives all codes of a row. An expert's rows are in order of tokens, so nearly always a
+// thread's rows are all of one piece, whose block writes them at once; the rest are written code by code. Rows of
+// no slot are of the piece of the thread's first row. T is a multiple of 4, R of 16, and all tensors are aligned to
+// 16 bytes.
 __global__ void __launch_bounds__(kColumnThreads)
     gather_columns_kernel(const int32_t* slot_of_row_R, const uint8_t* x_dT, uint8_t* out_dR, int T, int64_t R,
-                          TokenOfSlot token_of) {
-  extern __shared__ uint4 shared[];
-  using Token = Pack<uint32_t, kWords>;
-  auto* const tokens = reinterpret_cast<Token*>(shared);  // at their places, and zeros behind them
-  const int64_t first_column = int64_t{blockIdx.x} * 4 * kWords;
-  const uint8_t* const x = x_dT + first_column * T;
-  for (int t = 4 * static_cast<int>(threadIdx.x); t < T; t += 4 * kColumnThreads) {
-    Token of[4];
+                          int piece_tokens, TokenOfSlot token_of) {
+  extern __shared__ uint2 tokens[];  // at their places, and zeros behind them
+  constexpr int kWords = kColumnsOfBlock / 4;
+  const int64_t first_column = int64_t{blockIdx.x} * kColumnsOfBlock;
+  const int first_token = static_cast<int>(blockIdx.y) * piece_tokens, count = min(piece_tokens, T - first_token);
+  const uint8_t* const x = x_dT + first_column * T + first_token;
+  for (int t = 4 * static_cast<int>(threadIdx.x); t < count; t += 4 * kColumnThreads) {
+    uint32_t codes[kWords][4];
 #pragma unroll
     for (int w = 0; w < kWords; ++w) {
-      uint32_t codes[4];
 #pragma unroll
-      for (int c = 0; c < 4; ++c) codes[c] = *reinterpret_cast<const uint32_t*>(x + int64_t{4 * w + c} * T + t);
-      transpose_bytes(codes);
-#pragma unroll
-      for (int i = 0; i < 4; ++i) of[i].element[w] = codes[i];
+      for (int c = 0; c < 4; ++c) codes[w][c] = *reinterpret_cast<const uint32_t*>(x + int64_t{4 * w + c} * T + t);
+      transpose_bytes(codes[w]);
     }
 #pragma unroll
-    for (int i = 0; i < 4; ++i) tokens[place_of_token(t) + i] = of[i];
+    for (int i = 0; i < 4; ++i) tokens[place_of_token(t) + i] = make_uint2(codes[0][i], codes[1][i]);
   }
-  const int zeros = static_cast<int>(place_of_token(T));
+  const int zeros = static_cast<int>(place_of_token(count));
   if (threadIdx.x == 0) tokens[zeros] = {};
   __syncthreads();
   for (int64_t r = int64_t{threadIdx.x} * kRowsOfThread; r < R; r += int64_t{kColumnThreads} * kRowsOfThread) {
-    uint32_t columns[4 * kWords][kRowsOfThread / 4];
+    int places[kRowsOfThread];
+    unsigned own = 0;  // which of the rows are of this piece
 #pragma unroll
     for (int n = 0; n < kRowsOfThread / 4; ++n) {
       const int4 slots = reinterpret_cast<const int4*>(slot_of_row_R + r)[n];
-      const auto token = [&](int slot) {
-        return tokens[slot < 0 ? zeros : static_cast<int>(place_of_token(token_of(slot)))];
-      };
-      const Token rows[4] = {token(slots.x), token(slots.y), token(slots.z), token(slots.w)};
+      const int of[4] = {slots.x, slots.y, slots.z, slots.w};
 #pragma unroll
-      for (int w = 0; w < kWords; ++w) {
-        uint32_t codes[4] = {rows[0].element[w], rows[1].element[w], rows[2].element[w], rows[3].element[w]};
-        transpose_bytes(codes);
+      for (int i = 0; i < 4; ++i) {
+        const int row = 4 * n + i, token = token_of(max(of[i], 0)) - first_token;
+        const bool is_here = static_cast<unsigned>(token) < static_cast<unsigned>(count);
+        const bool with_first = row == 0 ? first_token == 0 : (own & 1) != 0;
+        if (of[i] < 0 ? with_first : is_here) own |= 1u << row;
+        places[row] = of[i] >= 0 && is_here ? static_cast<int>(place_of_token(token)) : zeros;
+      }
+    }
+    if (own == 0) continue;
+    uint32_t columns[kColumnsOfBlock][kRowsOfThread / 4];
 #pragma unroll
-        for (int c = 0; c < 4; ++c) columns[4 * w + c][n] = codes[c];
+    for (int n = 0; n < kRowsOfThread / 4; ++n) {
+      uint2 rows[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) rows[i] = tokens[places[4 * n + i]];
+      uint32_t first[4] = {rows[0].x, rows[1].x, rows[2].x, rows[3].x};
+      uint32_t second[4] = {rows[0].y, rows[1].y, rows[2].y, rows[3].y};
+      transpose_bytes(first);
+      transpose_bytes(second);
+#pragma unroll
+      for (int c = 0; c < 4; ++c) {
+        columns[c][n] = first[c];
+        columns[4 + c][n] = second[c];
       }
     }
 #pragma unroll
-    for (int c = 0; c < 4 * kWords; ++c) {
-      __stcs(reinterpret_cast<uint4*>(out_dR + (first_column + c) * R + r),
-             make_uint4(columns[c][0], columns[c][1], columns[c][2], columns[c][3]));
+    for (int c = 0; c < kColumnsOfBlock; ++c) {
+      uint8_t* const out = out_dR + (first_column + c) * R + r;
+      if (own == (1u << kRowsOfThread) - 1) {
+        __stcs(reinterpret_cast<uint4*>(out),
+               make_uint4(columns[c][0], columns[c][1], columns[c][2], columns[c][3]));
+        continue;
+      }
+#pragma unroll
+      for (int row = 0; row < kRowsOfThread; ++row) {
+        if (own >> row & 1) out[row] = static_cast<uint8_t>(columns[c][row / 4] >> row % 4 * 8);
+      }
     }
   }
 }
@@ -272,29 +298,27 @@ void gather_rows_of(CudaDevice& device, const GatherTokens& a) {
   size == 4 ? gather(uint32_t{}) : size == 2 ? gather(uint16_t{}) : gather(uint8_t{});
 }
 
-template <int kWords>
-bool gather_columns(CudaDevice& device, const GatherTokens& a) {
-  const int64_t d = a.x_t.dim[0], T = a.x_t.dim[1], R = a.out_t.dim[1];
-  const int64_t bytes = (place_of_token(T) + 1) * 4 * kWords;
-  const bool fits = T % 4 == 0 && R % kRowsOfThread == 0 && d % (4 * kWords) == 0 &&
-                    are_aligned({a.slot_of_row.data, a.x_t.data, a.out_t.data}) &&
-                    bytes <= static_cast<int64_t>(device.properties().sharedMemPerBlockOptin);
-  if (!fits) return false;
-  const auto kernel = gather_columns_kernel<kWords>;
-  check(cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(bytes)),
-        "gather_tokens");
-  launch(device, "gather_tokens", kernel, {d / (4 * kWords), kColumnThreads, bytes}, a.slot_of_row.as<int32_t>(),
-         static_cast<const uint8_t*>(a.x_t.data), static_cast<uint8_t*>(a.out_t.data), static_cast<int>(T), R,
-         TokenOfSlot(a.slots_per_token));
-  return true;
-}
-
 void gather_columns_of(CudaDevice& device, const GatherTokens& a) {
-  if (gather_columns<2>(device, a) || gather_columns<1>(device, a)) return;
-  const int64_t numel = a.out_t.numel();
-  launch(device, "gather_tokens", gather_codes_kernel, {ceil_div(numel, kThreads), kThreads},
-         a.slot_of_row.as<int32_t>(), static_cast<const uint8_t*>(a.x_t.data), static_cast<uint8_t*>(a.out_t.data),
-         a.x_t.dim[1], a.out_t.dim[1], numel, TokenOfSlot(a.slots_per_token));
+  const int64_t d = a.x_t.dim[0], T = a.x_t.dim[1], R = a.out_t.dim[1];
+  const auto* const slots = a.slot_of_row.as<int32_t>();
+  const auto* const x = static_cast<const uint8_t*>(a.x_t.data);
+  auto* const out = static_cast<uint8_t*>(a.out_t.data);
+  const TokenOfSlot token_of(a.slots_per_token);
+  if (T % 4 != 0 || R % kRowsOfThread != 0 || d % kColumnsOfBlock != 0 || !are_aligned({slots, x, out})) {
+    launch(device, "gather_tokens", gather_codes_kernel, {ceil_div(d * R, kThreads), kThreads}, slots, x, out, T, R,
+           d * R, token_of);
+    return;
+  }
+  const int64_t room = static_cast<int64_t>(device.properties().sharedMemPerBlockOptin);
+  int64_t pieces = 1, piece = T;  // in tokens: more than some 27,000 do not fit into shared memory
+  while (bytes_of_tokens(piece) > room) piece = 4 * ceil_div(T / 4, ++pieces);
+  const int64_t bytes = bytes_of_tokens(piece);
+  check(cudaFuncSetAttribute(gather_columns_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                             static_cast<int>(bytes)),
+        "gather_tokens");
+  launch(device, "gather_tokens", gather_columns_kernel,
+         {dim3(static_cast<unsigned>(d / kColumnsOfBlock), static_cast<unsigned>(pieces)), kColumnThreads, bytes},
+         slots, x, out, static_cast<int>(T), R, static_cast<int>(piece), token_of);
 }
 
 // ---- combine_rows ----
