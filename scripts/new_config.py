@@ -40,6 +40,7 @@ MODELS = {
 }
 VOCABULARY = 50304  # of the GPT-NeoX tokenizer, padded
 LEAST_STEPS = 1000
+WARMUP_STEPS = 100  # in short runs
 MICRO_BATCHES = (32, 16, 8, 4, 2, 1)
 MUON_RATE = 4e-3  # the best of a trial with configs/olmo-150m-muon.json
 
@@ -113,9 +114,10 @@ def choose(config: dict, options: argparse.Namespace) -> dict:
     while micro > 1 and micro * options.gpus > sequences:
         micro //= 2
     at_once = micro * options.gpus
-    batch = at_once * max(1, round(sequences / at_once))
+    batch = at_once * max(1, int(sequences / at_once))
     steps = max(1, round(options.tokens / (batch * length)))
     config["optimizer"]["lr"] = MUON_RATE if options.optimizer == "muon" else two_digits(0.3118 * compute**-0.125)
+    config["optimizer"]["schedule"]["warmup_steps"] = f"{min(10, max(2, round(100 * WARMUP_STEPS / steps)))}%"
     often = max(1, steps // 20)
     config["training"] |= {"steps": steps, "global_batch_size": batch, "micro_batch_size": micro, "log_interval": max(1, steps // 1000)}
     if config["data"]["eval"]:
@@ -132,7 +134,8 @@ COMMENTS = {
     "model.moe.num_experts": "each with d_ffn",
     "precision.recipe": "formats of all tensors; bf16 is the one to compare with (docs/recipes.md)",
     "optimizer.lr": "0.3118 x FLOP^-0.125, the fit of DeepSeek LLM; of Muon the best of a trial at 150M",
-    "optimizer.schedule.warmup_steps": "of all steps",
+    "optimizer.eps": "OLMo 2's (arXiv 2501.00656), which learns faster than with OLMo 1's 1e-5",
+    "optimizer.schedule.warmup_steps": "of all steps: a hundred steps in a short run",
     "data.train": "token files of `parka prepare`",
     "training.steps": "tokens / (global_batch_size x sequence_length)",
     "training.global_batch_size": "sequences of a step: 0.292 x FLOP^0.3271 tokens, or less to have a thousand steps",
@@ -164,7 +167,7 @@ def make(options: argparse.Namespace) -> tuple[dict, dict]:
     config = {
         "model": model,
         "precision": {"recipe": options.recipe},
-        "optimizer": {"kind": options.optimizer, "lr": 0.0, "beta2": 0.95, "weight_decay": 0.1, "decay_embeddings": False, "clip_norm": 1.0,
+        "optimizer": {"kind": options.optimizer, "lr": 0.0, "beta2": 0.95, "eps": 1e-8, "weight_decay": 0.1, "decay_embeddings": False, "clip_norm": 1.0,
                       "schedule": {"kind": "cosine", "warmup_steps": "2%"}},
         "data": {"train": [], "eval": [], "token_dtype": "uint16", "sequence_length": options.sequence_length},
         "training": {"steps": LEAST_STEPS, "global_batch_size": 1, "micro_batch_size": 1},

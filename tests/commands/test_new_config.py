@@ -55,6 +55,7 @@ class NewConfig(Folder):
                     self.assertEqual(training["global_batch_size"] % training["micro_batch_size"], 0)
                     self.assertAlmostEqual(config["optimizer"]["schedule"]["warmup_steps"] / training["steps"], 0.02, delta=1e-3)
                     self.assertEqual(config["optimizer"]["kind"], optimizer)
+                    self.assertEqual(config["optimizer"]["eps"], 1e-8)
                     planned = json.loads(self.parka("plan", out, "--card", "h200", "--json"))
                     self.assertTrue(planned["fits"])
                     self.assertTrue(least < 2 * planned["bytes"]["weights"] / 4 < most, planned["bytes"]["weights"])

@@ -406,7 +406,7 @@ class Importer {
     const std::string name = normal.parent_path().filename().string();
     ordered_json config = model_config();
     config["precision"]["recipe"] = "bf16";
-    config["optimizer"] = {{"lr", 2e-5}, {"schedule", {{"kind", "cosine"}, {"warmup_steps", "3%"}}}};
+    config["optimizer"] = {{"lr", 2e-5}, {"eps", 1e-8}, {"schedule", {{"kind", "cosine"}, {"warmup_steps", "3%"}}}};
     if (!finetune_.empty()) {  // rates as in the papers of QLoRA and QST
       config["finetune"] = {{"method", finetune_ == "qlora" ? "lora" : finetune_}, {"rank", 16}};
       if (finetune_ != "qst") config["finetune"]["alpha"] = 32;

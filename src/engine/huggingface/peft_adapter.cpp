@@ -232,7 +232,7 @@ std::string training_config(const Config& config, const std::string& out) {
       {"model", all.at("model")},
       {"precision", {{"recipe", all.at("precision").at("recipe")}}},
       {"finetune", all.at("finetune")},
-      {"optimizer", {{"lr", 1e-4}, {"weight_decay", 0.0}}},
+      {"optimizer", {{"lr", 1e-4}, {"eps", 1e-8}, {"weight_decay", 0.0}}},
       {"data",
        {{"train", json::array()},
         {"token_dtype", all.at("data").at("token_dtype")},

@@ -1,5 +1,7 @@
 #include "engine/training/run_log.h"
 
+#include <algorithm>
+#include <functional>
 #include <map>
 #include <numeric>
 #include <regex>
@@ -43,8 +45,11 @@ void log_updates(const OptimizerConfig& config, const std::vector<ParameterInfo>
   }
   for (const auto& [name, p] : kinds) {
     const bool is_muon = rule_of(config, *p) == UpdateRule::kMuon;
-    const std::string apart =
-        p->fused_rows.empty() ? "" : fmt::format(", matrices of {} rows apart", fmt::join(p->fused_rows, ", "));
+    const std::vector<int64_t>& rows = p->fused_rows;
+    const bool are_alike = std::ranges::adjacent_find(rows, std::not_equal_to()) == rows.end();
+    const std::string apart = rows.empty() ? ""
+                              : are_alike  ? fmt::format(", {} matrices of {} rows apart", rows.size(), rows[0])
+                                           : fmt::format(", matrices of {} rows apart", fmt::join(rows, ", "));
     log_info("  {} {:<24} {} x [{}, {}]{}", is_muon ? "muon " : "adamw", name, tensors[name], p->rows, p->cols,
              apart);
   }
