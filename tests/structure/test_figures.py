@@ -27,7 +27,7 @@ class Figures(unittest.TestCase):
         figures = {f["name"]: f["value"] for f in map(json.loads, (ROOT / "docs/results/figures.jsonl").read_text(encoding="utf-8").splitlines())}
         rows = re.findall(r'\{[\d.e]+, (\d+), "(h[12]00)", "([\w-]+)", Recipe::k(\w+)', text)
         self.assertGreater(len(rows), 10)
-        names = {"OLMo-1B": "olmo-1b", "Llama-2-7B": "llama2-7b", "Llama-3-8B": "llama3-8b", "OLMoE-1B-7B": "olmoe", "150m": "150m"}
+        names = {"OLMo-1B": "olmo-1b", "Llama-2-7B": "llama2-7b", "Llama-3-8B": "llama3-8b", "OLMoE-1B-7B": "olmoe", "150m": "150m", "moe": "moe"}
         for speed, card, model, recipe in rows:
             recipe = {"Bf16": "bf16", "Fp8Linear": "fp8_linear"}.get(recipe, recipe.lower())
             shape = ".4x4" if model.startswith("OLMoE") else ""

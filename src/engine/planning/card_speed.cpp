@@ -32,6 +32,7 @@ constexpr CardFigure kMeasured[] = {
     {7.46e9, 82012, "h200", "OLMo-1B", Recipe::kBf16},
     {4.125e10, 15104, "h200", "Llama-2-7B", Recipe::kBf16},
     {7.879e9, 63132, "h200", "OLMoE-1B-7B", Recipe::kBf16, true},
+    {1.027e9, 442560, "h200", "moe", Recipe::kParka, true},
     {7.879e9, 87956, "h200", "OLMoE-1B-7B", Recipe::kParka, true},
     {7.46e9, 113313, "h200", "OLMo-1B", Recipe::kFp8Linear},
     {4.125e10, 23820, "h200", "Llama-2-7B", Recipe::kFp8Linear},
