@@ -77,11 +77,7 @@ DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cac
 DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cache, int64_t workspace_bytes)
     : model(config.model, config.precision, config.optimizer.decay_embeddings, config.micro_batch_shape(),
             config.training.logits_chunk_tokens, Model::Use::kInference, {}, plan,
-            {.lora = config.finetune.lora_rules(),
-             .base = config.finetune.base,
-             .side = config.finetune.side_rules(),
-             .unquantized = config.precision.unquantized,
-             .int8_forward = config.precision.forward_format == DType::kI8}) {
+            config.parameter_rules()) {
   if (cache.num_slots > 0) model.declare_cache(cache, plan);
   if (workspace_bytes > 0) workspace = plan.add(kWorkspaceCategory, "op_workspace", DType::kU8, {workspace_bytes});
   plan.finish();
