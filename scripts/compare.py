@@ -161,7 +161,7 @@ def range_text(axis, limits):
 
 
 def print_table(runs, compared, axis, share):
-    rows = [["run", "steps", "tokens", "hours", f"loss, last {100 * share:g} %", "held out", "difference", "95 % interval",
+    rows = [["run", "steps", "tokens", "hours", f"loss, own last {100 * share:g} %", "held out", "difference", "95 % interval",
              f"over {axis}"]]
     for run, result in zip(runs, [None, *compared]):
         step, tokens, run_hours = run.end

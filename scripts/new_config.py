@@ -42,7 +42,7 @@ VOCABULARY = 50304  # of the GPT-NeoX tokenizer, padded
 LEAST_STEPS = 1000
 WARMUP_STEPS = 100  # in short runs
 MICRO_BATCHES = (32, 16, 8, 4, 2, 1)
-MUON_RATE = 4e-3  # the best of a trial with configs/olmo-150m-muon.json
+MUON_RATE = 2  # over AdamW's: with 110M parameters 4e-3 was the best of Muon, 2e-3 that of AdamW
 
 
 def print_line(text: str) -> None:
@@ -96,6 +96,13 @@ def plan(config: dict, options: argparse.Namespace) -> dict:
     return parka_on(config, "plan", "--gpus", str(options.gpus), "--card", options.gpu, "--json")
 
 
+def number(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text} is no number; give one such as 1e9") from None
+
+
 def two_digits(value: float) -> float:
     return float(f"{value:.1e}")
 
@@ -103,11 +110,14 @@ def two_digits(value: float) -> float:
 def choose(config: dict, options: argparse.Namespace) -> dict:
     """Sets batch, steps and rates; returns the plan."""
     length = config["data"]["sequence_length"]
-    for micro in MICRO_BATCHES:
+
+    def planned_with(micro: int) -> dict:
         config["training"] |= {"micro_batch_size": micro, "global_batch_size": micro * options.gpus}
-        planned = plan(config, options)
-        if planned["fits"] or micro == 1:
-            break
+        return plan(config, options)
+
+    micro, planned = 1, planned_with(1)
+    if planned["fits"]:
+        micro = next(micro for micro in MICRO_BATCHES if micro == 1 or planned_with(micro)["fits"])
     compute = planned["card"]["flop_per_token"] * options.tokens
     sequences = max(1.0, 0.292 * compute**0.3271 / length)
     sequences = min(sequences, options.tokens / LEAST_STEPS / length)
@@ -116,7 +126,7 @@ def choose(config: dict, options: argparse.Namespace) -> dict:
     at_once = micro * options.gpus
     batch = at_once * max(1, int(sequences / at_once))
     steps = max(1, round(options.tokens / (batch * length)))
-    config["optimizer"]["lr"] = MUON_RATE if options.optimizer == "muon" else two_digits(0.3118 * compute**-0.125)
+    config["optimizer"]["lr"] = two_digits(0.3118 * compute**-0.125 * (MUON_RATE if options.optimizer == "muon" else 1))
     config["optimizer"]["schedule"]["warmup_steps"] = f"{min(10, max(2, round(100 * WARMUP_STEPS / steps)))}%"
     often = max(1, steps // 20)
     config["training"] |= {"steps": steps, "global_batch_size": batch, "micro_batch_size": micro, "log_interval": max(1, steps // 1000)}
@@ -133,9 +143,9 @@ COMMENTS = {
     "model.vocab_size": "of the data's tokenizer, padded to a multiple of 16",
     "model.moe.num_experts": "each with d_ffn",
     "precision.recipe": "formats of all tensors; bf16 is the one to compare with (docs/recipes.md)",
-    "optimizer.lr": "0.3118 x FLOP^-0.125, the fit of DeepSeek LLM; of Muon the best of a trial at 150M",
+    "optimizer.lr": "0.3118 x FLOP^-0.125, the fit of DeepSeek LLM, and twice that for Muon",
     "optimizer.eps": "OLMo 2's (arXiv 2501.00656), which learns faster than with OLMo 1's 1e-5",
-    "optimizer.schedule.warmup_steps": "of all steps: a hundred steps in a short run",
+    "optimizer.schedule.warmup_steps": "of all steps: 2 %, or in a short run a hundred steps, but no more than 10 %",
     "data.train": "token files of `parka prepare`",
     "training.steps": "tokens / (global_batch_size x sequence_length)",
     "training.global_batch_size": "sequences of a step: 0.292 x FLOP^0.3271 tokens, or less to have a thousand steps",
@@ -207,7 +217,7 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     parser = Parser(prog=command_name(), description=__doc__, formatter_class=HelpFormatter, allow_abbrev=False)
     add = parser.add_argument
     add("--model", required=True, metavar="NAME", help=f"{', '.join(MODELS)}, or a config or its folder")
-    add("--tokens", required=True, type=float, metavar="N", help="tokens to train on, such as 10e9")
+    add("--tokens", required=True, type=number, metavar="N", help="tokens to train on, such as 10e9")
     add("--gpu", required=True, metavar="CARD", help="the card to train on, such as h100: one that parka plan --card knows")
     add("--gpus", type=int, default=1, metavar="N", help="how many of them (default: 1)")
     add("--data", type=Path, metavar="FOLDER", help="folder of `parka prepare` (default: none yet)")
@@ -216,6 +226,8 @@ def parse_options(arguments: list[str]) -> argparse.Namespace:
     add("--sequence-length", type=int, default=2048, metavar="N", help="tokens of a sequence (default: 2048, or that of packed data)")
     add("--out", type=Path, metavar="FILE", help="config to write (default: MODEL.json)")
     options = parser.parse_args(arguments)
+    if options.gpu == "cpu":
+        raise InputError("--gpu cpu: memory and hours are planned for a card; to train on a CPU give any of them, such as h100")
     if options.out is None:
         options.out = Path(f"{re.sub(r'[.]json$', '', Path(options.model).name)}.json")
     for name, least in (("tokens", 1), ("gpus", 1), ("sequence_length", 2)):

@@ -294,8 +294,8 @@ def print_summary(info: dict, out: Path, for_imported_model: bool) -> None:
     config_of = "the config of a new model" if for_imported_model else "the config"
     print(f"vocabulary: {info['vocab_size']} ids, in {config_of} {info['padded_vocab_size']}")
     new = "" if for_imported_model or "chat" in info else f"parka config new --model 150m --tokens N --gpu h100 --data {out}, or "
-    print(f"next: {new}parka train CONFIG --data {out}, which sets what a config of your own has as")
-    print("config:")
+    print(f"next: {new}parka train CONFIG --data {out}")
+    print(f"--data {out} sets these keys{'' if for_imported_model else ', but for model.vocab_size'}:")
     config = {} if for_imported_model else {"model": {"vocab_size": info["padded_vocab_size"]}}
     given = {split: files for split, files in paths.items() if files or split == "eval"}
     config["data"] = {**given, "token_dtype": info["dtype"]}

@@ -85,7 +85,7 @@ void read_tokens(const ReadOnlyFile& file, int64_t first_byte, int64_t first_tok
                     vocab_size,
                     is_near_numpy(file, first_byte + token * static_cast<int64_t>(sizeof(Token)))
                         ? "a header of numpy.save() is there, as where files were joined: join raw ids alone"
-                        : "check model.vocab_size and data.token_dtype");
+                        : "set model.vocab_size to that of the tokenizer, or check data.token_dtype");
   }
 }
 

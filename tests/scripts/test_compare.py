@@ -226,7 +226,7 @@ class Compare(unittest.TestCase):
         self.assertEqual((result.returncode, result.stderr), (0, ""))
         header, first, second = [line.split("  ") for line in result.stdout.splitlines()]
         cells = [[cell.strip() for cell in line if cell.strip()] for line in (header, first, second)]
-        self.assertEqual(cells[0], ["run", "steps", "tokens", "hours", "loss, last 50 %", "held out", "difference", "95 % interval",
+        self.assertEqual(cells[0], ["run", "steps", "tokens", "hours", "loss, own last 50 %", "held out", "difference", "95 % interval",
                                     "over steps"])
         self.assertEqual(cells[1], ["a", "2", "128", "0.00111", "2.0000", "2.1250"])
         self.assertEqual(cells[2], ["b", "3", "192", "0.00167", "2.0000", "+0.5000", "+0.5000 to +0.5000", "1 to 2"])

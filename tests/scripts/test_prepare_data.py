@@ -133,7 +133,7 @@ class PrepareDataTest(Preparation):
     def test_config_snippet_names_the_files(self):
         self.write("in/a.txt", "text")
         result = self.call(self.folder / "in")
-        config = json.loads(result.stdout.split("config:\n", 1)[1])
+        config = json.loads("{" + result.stdout.split("\n{", 1)[1])
         self.assertEqual(config["model"], {"vocab_size": 272})
         self.assertEqual(config["data"]["train"], [str(self.out.resolve() / "train-00000.npy")])
         self.assertEqual(config["data"]["token_dtype"], "uint16")
@@ -147,7 +147,7 @@ class PrepareDataTest(Preparation):
                 self.out = self.folder / options[0]
                 chats = "".join(f'{{"messages": [{{"role": "user", "content": "{i}"}}, {{"role": "assistant", "content": "a"}}]}}\n' for i in range(20))
                 source = self.write("chats.jsonl", chats) if "--chat" in options else self.folder / "in"
-                config = json.loads(self.call(source, *options).stdout.split("config:\n", 1)[1])
+                config = json.loads("{" + self.call(source, *options).stdout.split("\n{", 1)[1])
                 self.assertTrue(config["data"]["eval"])
                 self.assertGreater(config["training"]["eval_interval"], 0)
 
@@ -159,8 +159,8 @@ class PrepareDataTest(Preparation):
             with self.subTest(place=place):
                 self.write("model/config.json", '// Goes on\n{"model": {"vocab_size": 64}}')
                 result = self.call(text, "--tokenizer", self.write(place, path.read_bytes()))
-                summary, config = result.stdout.split("config:\n", 1)
-                config = json.loads(config)
+                summary, config = result.stdout.split("\n{", 1)
+                config = json.loads("{" + config)
                 self.assertEqual(config.pop("data")["token_dtype"], "uint16")
                 self.assertEqual(config, model)
                 self.assertIn(f"vocabulary: 3 ids, in the config{'' if model else ' of a new model'} 16\n", summary)

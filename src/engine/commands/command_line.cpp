@@ -338,7 +338,7 @@ void add_generate(CLI::App& app, GenerateOptions& options) {
 void add_import(CLI::App& app, ImportOptions& options) {
   CLI::App& command = *app.add_subcommand(
       "import",
-      "Import a Hugging Face model (Llama, Mistral, Qwen, OLMo or LLaVA) as a checkpoint, to train, evaluate or sample from.");
+      "Import a Hugging Face model (Llama, Mistral, Mixtral, Qwen, Gemma, OLMo, OLMoE, dots or LLaVA) as a checkpoint, to train, evaluate or sample from.");
   add(command, "folder", options.folder, "", "Folder with config.json and *.safetensors, or with peft's adapters")
       ->required();
   add(command, "--out", options.output, "FOLDER", "Folder to create")->required();

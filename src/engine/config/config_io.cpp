@@ -85,6 +85,9 @@ std::string unknown_key(const ConfigTable& table, const std::string& path) {
     return fmt::format("{}: unknown key; give training.steps: a run says at its start how many an epoch has",
                        printable(path));
   }
+  if (key.find("learning_rate") != std::string_view::npos) {
+    return fmt::format("{}: unknown key; did you mean optimizer.lr?", printable(path));
+  }
   std::string nearest, siblings;
   int smallest = 2 * plausible_distance(key) + 2;
   const auto consider = [&](const std::string& candidate) {

@@ -191,6 +191,7 @@ void check_described_type(const fs::path& file, const json& description, TokenTy
 std::vector<std::string> overrides_of_data(const std::string& folder, int64_t eval_interval) {
   const fs::path file = fs::path(folder) / "data.json";
   const json description = read_description(file);
+  if (!fs::exists(folder)) throw_bad_input("--data {}: no such folder; `parka prepare` makes one", folder);
   if (description.is_null()) {
     throw_bad_input("--data {}: has no data.json of `parka prepare`; list token files in data.train instead",
                     folder);
@@ -221,9 +222,10 @@ void warn_of_vocabulary(const fs::path& file, const json& description, int64_t v
   const std::optional<int64_t> described = integer_of(description, "vocab_size");
   if (!described || *described <= vocab_size) return;
   log_warning(
-      "{}: its tokenizer has {} ids, as {} says, more than model.vocab_size = {}; the run ends at the first of the "
-      "others, which `parka data` finds before",
-      file.string(), *described, description_path(file).string(), vocab_size);
+      "{}: its tokenizer has {} ids, as {} says, more than model.vocab_size = {}; set model.vocab_size={} in a new model, "
+      "or the run ends at the first id that is too large",
+      file.string(), *described, description_path(file).string(), vocab_size,
+      integer_of(description, "padded_vocab_size").value_or(*described));
 }
 
 void check_described(const fs::path& file, const json& description, const Config& config) {

@@ -76,8 +76,7 @@ DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cac
 
 DeclaredInference::DeclaredInference(const Config& config, const CacheShape& cache, int64_t workspace_bytes)
     : model(config.model, config.precision, config.optimizer.decay_embeddings, config.micro_batch_shape(),
-            config.training.logits_chunk_tokens, Model::Use::kInference, {}, plan,
-            config.parameter_rules()) {
+            config.training.logits_chunk_tokens, Model::Use::kInference, {}, plan, config.parameter_rules()) {
   if (cache.num_slots > 0) model.declare_cache(cache, plan);
   if (workspace_bytes > 0) workspace = plan.add(kWorkspaceCategory, "op_workspace", DType::kU8, {workspace_bytes});
   plan.finish();

@@ -437,6 +437,12 @@ std::vector<std::string> family_problems(const HuggingFaceFamily& family, const 
   return problems;
 }
 
+bool has_family(const ModelConfig& model) {
+  return std::ranges::any_of(huggingface_families(), [&](const HuggingFaceFamily& family) {
+    return family_problems(family, model).empty();
+  });
+}
+
 const HuggingFaceFamily& choose_family(const ModelConfig& model, std::string_view wanted,
                                        const HuggingFaceFamily* origin, const std::string& where,
                                        std::span<const HuggingFaceFamily> families) {

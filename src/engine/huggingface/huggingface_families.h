@@ -138,6 +138,9 @@ const HuggingFaceFamily* find_family(std::string_view model_type, std::span<cons
 // with the family's value first. Empty if the family can express the model. Its initialisation does not count.
 std::vector<std::string> family_problems(const HuggingFaceFamily& family, const ModelConfig& model);
 
+// True if an export of `model` needs no --family to be named: one of all can express it.
+bool has_family(const ModelConfig& model);
+
 // The family to export `model` as: that of the model_type `wanted`, unless it is empty; else `origin`, which the
 // model comes from, if it can express the model; else the first of `families` that can. Throws Error(kBadInput)
 // whose message begins with `where` and says what does not fit.

@@ -295,15 +295,18 @@ BlockWatch BlockWatch::of_expert_load(const Config& config) {
   return of_routing(
       config, "expert_load",
       "step {}: routing collapses: the busiest expert has {:.3g} times the mean load in block {} (more "
-      "than {:.3g}); raise training.balance_loss or router_bias_rate: see docs/moe.md",
+      "than {:.3g}); raise training.balance_loss, or training.router_bias_rate with model.moe.correction_bias: see "
+      "docs/moe.md",
       0.5, 1, largest_load(config.model.moe));
 }
 
 BlockWatch BlockWatch::of_idle_experts(const Config& config) {
-  return of_routing(config, "idle_experts",
-                    "step {}: routing collapses: a share {:.3g} of the experts has no token in block {} (more than "
-                    "{:.3g}); raise training.balance_loss or router_bias_rate: see docs/moe.md",
-                    0.25, 0, 1 - 1 / largest_load(config.model.moe));
+  return of_routing(
+      config, "idle_experts",
+      "step {}: routing collapses: a share {:.3g} of the experts has no token in block {} (more than "
+      "{:.3g}); raise training.balance_loss, or training.router_bias_rate with model.moe.correction_bias: "
+      "see docs/moe.md",
+      0.25, 0, 1 - 1 / largest_load(config.model.moe));
 }
 
 std::optional<Warning> BlockWatch::add(std::span<const double> blocks, int64_t step) {

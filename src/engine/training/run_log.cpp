@@ -17,6 +17,7 @@
 #include "engine/checkpoint/checkpoint.h"
 #include "engine/checkpoint/checkpoint_layout.h"
 #include "engine/files/file_io.h"
+#include "engine/huggingface/huggingface_families.h"
 #include "engine/training/progress.h"
 
 namespace parka {
@@ -183,11 +184,13 @@ void log_end(const Config& config, int64_t step, int64_t newest_step) {
     return;
   }
   const bool is_side = config.finetune.method == FinetuneMethod::kQst;
+  const std::string exported = is_side ? fmt::format("parka export {} --adapter --out FOLDER", word)
+                               : has_family(config.model)
+                                   ? fmt::format("parka export {} --out FOLDER for Hugging Face", word)
+                                   : "parka compare with another run";
   log_info(
-      "step {} was the last; the model is in {}; next: parka eval {}, parka generate {} --prompt TEXT, or parka "
-      "export {} {}{}",
-      step, step_folder_path(folder, step), word, word, word,
-      is_side ? "--adapter --out FOLDER" : "--out FOLDER for Hugging Face", warnings_above());
+      "step {} was the last; the model is in {}; next: parka eval {}, parka generate {} --prompt TEXT, or {}{}",
+      step, step_folder_path(folder, step), word, word, exported, warnings_above());
 }
 
 }  // namespace parka
