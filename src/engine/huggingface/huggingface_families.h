@@ -138,7 +138,7 @@ const HuggingFaceFamily* find_family(std::string_view model_type, std::span<cons
 // with the family's value first. Empty if the family can express the model. Its initialisation does not count.
 std::vector<std::string> family_problems(const HuggingFaceFamily& family, const ModelConfig& model);
 
-// True if an export of `model` needs no --family to be named: one of all can express it.
+// True if a family can express `model`, so that it can be exported.
 bool has_family(const ModelConfig& model);
 
 // The family to export `model` as: that of the model_type `wanted`, unless it is empty; else `origin`, which the
