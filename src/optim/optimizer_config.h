@@ -80,7 +80,8 @@ struct OptimizerConfig {
     visit("lr", lr, "Peak learning rate", RealRange{}, kHashed);
     visit("beta1", beta1, "Decay of the first moment", decay_rate, kHashed);
     visit("beta2", beta2, "Decay of the second moment", decay_rate, kHashed);
-    visit("eps", eps, "Added to the square root of the second moment; usual is 1e-8, and 1e-5 is OLMo 1's", RealRange{1e-30, 1.0}, kHashed);
+    visit("eps", eps, "Added to the square root of the second moment; 1e-8 is usual", RealRange{1e-30, 1.0},
+          kHashed);
     visit("weight_decay", weight_decay, "Decoupled weight decay of linear weights; norms are never decayed",
           RealRange{}, kHashed);
     visit("decay_embeddings", decay_embeddings, "Also decay the embedding (and so a tied head)", kHashed);
