@@ -298,6 +298,11 @@ TEST_CASE("an empty JSON file is named as one", "[engine][config]") {
   CHECK(message.ends_with("; the line: (empty)"));
 }
 
+TEST_CASE("data in the place of a config is told from a wrong config", "[engine][config]") {
+  for (const char* text : {"PAR1\x15\x04", "\x93NUMPY\x01", "PK\x03\x04"})
+    CHECK(contains(load_error(text), "--data"));
+}
+
 TEST_CASE("JSON errors give file, line and column", "[engine][config]") {
   const auto [text, want] = GENERATE(table<std::string, std::string>({
       {"{\"optimizer\":\n  {\"lr\": 1,}\n}",

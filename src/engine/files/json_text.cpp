@@ -205,6 +205,10 @@ json parse_json_text(std::string_view text, std::string_view source, JsonComment
   json parsed = build(text, builder, comments);
   if (!builder.syntax_error) return parsed;
   if (text.starts_with(kLfsPointer)) throw_bad_input("{}: {}", printable(source), kLfsAdvice);
+  if (text.starts_with("PAR1") || text.starts_with("\x93NUMPY") || text.starts_with("PK\x03\x04")) {
+    throw_bad_input("{}: is data and no JSON; `parka prepare` makes token files of texts, which --data takes",
+                    printable(source));
+  }
   const Position at = locate(text, builder.syntax_error->byte);
   throw_bad_input("{}:{}:{}: {}; the line: {}", printable(source), at.line, at.column,
                   printable(reason_of(*builder.syntax_error)),
