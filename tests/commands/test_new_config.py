@@ -61,6 +61,16 @@ class NewConfig(Folder):
                     self.assertTrue(least < 2 * planned["bytes"]["weights"] / 4 < most, planned["bytes"]["weights"])
                     self.assertRegex(printed, rf"{(planned['total_bytes'] + planned['context_bytes']) / 1e9:.1f} GB")
 
+    def test_a_short_run_has_a_thousand_steps_and_a_hundred_of_warm_up(self):
+        rates = {}
+        for optimizer in ("adamw", "muon"):
+            self.new("--model", "moe", "--tokens", "1e8", "--gpu", "h200", "--optimizer", optimizer, "--out", f"{optimizer}.json")
+            config = self.resolved(f"{optimizer}.json")
+            self.assertGreaterEqual(config["training"]["steps"], 1000)
+            self.assertAlmostEqual(config["optimizer"]["schedule"]["warmup_steps"], 100, delta=15)
+            rates[optimizer] = config["optimizer"]["lr"]
+        self.assertAlmostEqual(rates["muon"] / rates["adamw"], 2, delta=0.05)
+
     def test_it_trains_on_what_prepare_has_made(self):
         info = self.prepared()
         self.write("tiny.json", {"model": TINY})

@@ -107,6 +107,14 @@ std::string train_from(const std::string& imported, const TemporaryFolder& folde
 
 }  // namespace
 
+TEST_CASE("the tiny models to copy can be exported", "[engine][huggingface]") {
+  for (const char* name : {"quickstart", "tiny-moe", "tiny-olmo", "tiny-llama"}) {
+    CAPTURE(name);
+    CHECK(has_family(load_config(std::string(PARKA_SOURCE_DIR "/configs/") + name + ".json", {}).model));
+  }
+  CHECK_FALSE(has_family({.norm = NormKind::kLayerNorm, .qk_norm = QkNormKind::kFull}));
+}
+
 TEST_CASE("an imported model has transformers' logits", "[engine][huggingface]") {
   const std::string name = GENERATE(from_range(std::begin(kNames), std::end(kNames)));
   CAPTURE(name);

@@ -189,9 +189,8 @@ void check_described_type(const fs::path& file, const json& description, TokenTy
 }
 
 std::vector<std::string> overrides_of_data(const std::string& folder, int64_t eval_interval) {
-  const fs::path file = fs::path(folder) / "data.json";
-  const json description = read_description(file);
   if (!fs::exists(folder)) throw_bad_input("--data {}: no such folder; `parka prepare` makes one", folder);
+  const json description = read_description(fs::path(folder) / "data.json");
   if (description.is_null()) {
     throw_bad_input("--data {}: has no data.json of `parka prepare`; list token files in data.train instead",
                     folder);
